@@ -1,0 +1,76 @@
+# The front door. `make` lists the targets; people and CI call the same ones.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# What the two libraries are built from: a change here rebuilds them.
+SOURCES := $(shell find rust csrc build_backend -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null) Cargo.toml Cargo.lock rust-toolchain.toml
+READY := $(VENV)/.ready
+BUILT := $(VENV)/.built
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-rust test-python lint format bench build wheel docs clean
+
+help: ## list the targets
+	@echo "kvpager: a paged key/value cache for large language models"
+	@echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo
+	@echo "The first build creates $(VENV) and installs torch there, which takes a few minutes; later ones take seconds."
+
+demo: $(BUILT) ## decode text with the bundled Qwen3 through the paged cache
+	@$(PY) examples/qwen3_decode.py --show-blocks
+
+test: test-rust test-python ## every test of both planes
+
+test-rust: ## tests and examples of the Rust core (needs no Python)
+	cargo test --quiet --locked
+
+test-python: $(BUILT) ## tests of the package
+	$(PY) -m pytest
+
+lint: $(BUILT) ## formatting, lints, types and stubs
+	cargo fmt --all --check
+	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --no-deps --workspace --document-private-items
+	ruff check .
+	ruff format --check .
+	mypy
+	$(PY) -m mypy.stubtest kvpager._core
+	clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+format: $(BUILT) ## let the formatters rewrite the sources
+	cargo fmt --all
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+bench: $(BUILT) ## the allocator in Rust (criterion), then through Python
+	cargo bench allocator
+	$(PY) benches/binding.py
+
+build: $(BUILT) ## both libraries, in place
+
+wheel: $(READY) ## a wheel with both libraries, in dist/
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+docs: ## the Rust documentation, in target/doc
+	cargo doc --no-deps
+
+clean: ## remove what was built (keeps $(VENV))
+	rm -rf target build dist $(BUILT) python/kvpager/*.so
+	find python tests tools benches examples build_backend -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml tools/setup_venv.sh tools/requirements.py
+	@sh tools/setup_venv.sh $(VENV)
+	@touch $@
+
+$(BUILT): $(READY) $(SOURCES)
+	@sh tools/setup_venv.sh --check
+	@echo "building kvpager: the Rust allocator and the C++ operations"
+	@$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
