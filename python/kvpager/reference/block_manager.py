@@ -1,0 +1,354 @@
+"""Who owns which block of a paged key/value cache: pool, tables, copy-on-write.
+
+A language model keeps a key and a value for every token it has seen. How long a sequence will grow is not known when it
+starts, so one contiguous buffer per sequence either wastes memory or must be moved. Operating systems solved this long
+ago: cut the memory into *blocks* of `block_size` token positions and give every sequence a *block table*, its own map
+from logical block (token position // block_size) to physical block. Any free block will do for any sequence:
+
+    block_size 4, sequence 7 of length 7:   table [5, 2]   positions 0..3 in block 5, positions 4..6 in block 2
+    the *slot* of position 6                = table[6 // 4] * 4 + 6 % 4 = 2 * 4 + 2 = 10
+
+This file does the bookkeeping alone; keys and values lie elsewhere, at the slots it hands out. It owns
+
+- the **pool**: each block is *live* (a table or a caller holds it: ref count >= 1), *free* (on the free list) or
+  *fenced* (nobody holds it, but an owed copy still has to read it). The three always sum to the pool.
+- the **tables**. Two sequences may name the same block: a fork shares its parent's blocks instead of copying them.
+- the **owed copies**. Nobody may write into a shared block, for the other holder would read the new bytes. So an append
+  into a shared tail takes a new block, and owes a copy (source, destination) that the caller runs before he writes.
+
+Every call does all of its work or none: what could fail is worked out before anything changes. Costs are named for the
+Rust version; this one is written to be read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvpager.errors import (
+    ConfigError,
+    DuplicateSequenceError,
+    OutOfBlocksError,
+    SlotError,
+    StateError,
+    UnknownSequenceError,
+)
+from kvpager.reference.audit import find_broken_invariants
+from kvpager.reference.snapshots import PoolStats, SequenceState, SequenceView
+from kvpager.reference.tensors import TensorFace, read_integer
+
+MAX_BLOCKS = 2**31 - 1  # block ids are int32 in the tables that kernels read
+MAX_INT64 = 2**63 - 1  # slots are int64 in slot mappings; so are sequence ids
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """`table` has one entry for every started block, so always ceil(length / block_size) of them."""
+
+    length: int = 0
+    table: list[int] = field(default_factory=list)
+
+
+class KVBlockManager(TensorFace):
+    """The same contract as ``kvpager.KVBlockManager``, which documents each call in full."""
+
+    def __init__(self, num_physical_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
+        """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
+        if not 1 <= num_physical_blocks <= MAX_BLOCKS:
+            raise ConfigError(f"`num_physical_blocks`: wanted 1..{MAX_BLOCKS}, got {num_physical_blocks}")
+        if block_size < 1:
+            raise ConfigError(f"`block_size`: wanted at least 1, got {block_size}")
+        if num_physical_blocks * block_size > MAX_INT64:
+            slots = num_physical_blocks * block_size
+            raise ConfigError(f"`num_physical_blocks` * `block_size`: wanted at most 2^63-1 slots, got {slots}")
+        if enable_prefix_caching:
+            raise ConfigError("`enable_prefix_caching`: arrives with the prefix index, pass False")
+        self.num_blocks = num_physical_blocks
+        self.block_size = block_size
+        self._ref_counts = [0] * num_physical_blocks
+        # The free list is a stack: the block freed last is handed out first (its memory is the warmest), and a fresh
+        # pool hands out 0, 1, 2, ...
+        self._free = list(range(num_physical_blocks - 1, -1, -1))
+        # Blocks without holders that are not free yet, in the order in which they lost their last holder (the values
+        # mean nothing: a dict is a set that remembers the order).
+        self._fenced: dict[int, None] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._held_by_caller: set[int] = set()
+        # Copies not taken yet, destination -> source, in the order they came to be owed.
+        self._owed: dict[int, int] = {}
+        self._num_live = 0
+        self._peak_live = 0
+        self._num_copies = 0
+
+    # The pool ---------------------------------------------------------------------------------------------------------
+
+    def allocate_block(self) -> int:
+        """Take a block for the caller himself, outside any sequence. O(1)."""
+        self._require(1)
+        block = self._take_block()
+        self._held_by_caller.add(block)
+        return block
+
+    def free_block(self, block_id: int) -> None:
+        """Give back a block got from `allocate_block`. O(1)."""
+        block = read_integer("block_id", block_id, 0, self.num_blocks - 1, f"a block in 0..{self.num_blocks - 1}")
+        if block not in self._held_by_caller:
+            raise StateError(f"block {block} is not held by a caller")
+        self._held_by_caller.remove(block)
+        self._drop_holder(block)
+        self._settle()
+
+    def _take_block(self) -> int:
+        """The next free block, with its first holder. The caller has made sure that there is one."""
+        block = self._free.pop()
+        self._ref_counts[block] = 1
+        self._num_live += 1
+        self._peak_live = max(self._peak_live, self._num_live)
+        return block
+
+    def _drop_holder(self, block: int) -> None:
+        """One holder fewer. With the last one goes the copy into this block, if it is still owed: who would read it."""
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            self._num_live -= 1
+            self._owed.pop(block, None)
+            self._fenced[block] = None
+
+    def _settle(self) -> None:
+        """Blocks without holders become free, first come first, except those that an owed copy has yet to read."""
+        sources = set(self._owed.values())
+        for block in [block for block in self._fenced if block not in sources]:
+            del self._fenced[block]
+            self._free.append(block)
+
+    def _require(self, needed: int, row: int | None = None) -> None:
+        if needed > len(self._free):
+            raise OutOfBlocksError(needed, len(self._free), len(self._fenced), self.num_blocks, row)
+
+    # Sequences --------------------------------------------------------------------------------------------------------
+
+    def create_sequence(self, sequence_id: int) -> None:
+        """Start an empty sequence. It holds no block until its first token. O(1)."""
+        self._sequences[self._new_id("sequence_id", sequence_id)] = _Sequence()
+
+    def append_token(self, sequence_id: int) -> int:
+        """Give the next position of a sequence its slot. O(1)."""
+        return self.append_tokens(sequence_id, 1)[0]
+
+    def append_tokens(self, sequence_id: int, n: int) -> list[int]:
+        """Give the next `n` positions their slots. O(n)."""
+        sequence_id = self._read_id("sequence_id", sequence_id)
+        count = read_integer("n", n, 0, MAX_INT64, "a count in 0..2^63-1")
+        self._find(sequence_id)
+        return self._append_rows([(sequence_id, count)], batched=False)
+
+    def release_sequence(self, sequence_id: int) -> None:
+        """Forget a sequence and give its blocks back, last block first. O(blocks)."""
+        sequence_id = self._read_id("sequence_id", sequence_id)
+        self._cut(self._find(sequence_id), 0)
+        del self._sequences[sequence_id]
+
+    def truncate_sequence(self, sequence_id: int, n: int) -> None:
+        """Roll back to the first `n` tokens (rejected drafts, beams), surplus blocks last first. O(blocks freed)."""
+        sequence = self._find(self._read_id("sequence_id", sequence_id))
+        self._cut(sequence, read_integer("n", n, 0, sequence.length, f"0 <= n <= length ({sequence.length})"))
+
+    def commit(self, sequence_id: int, n: int) -> None:
+        """Say that the first `n` tokens are written. Without the prefix index that is a check and changes nothing."""
+        length = self._find(self._read_id("sequence_id", sequence_id)).length
+        read_integer("n", n, length, length, f"computed ({length}) <= n <= length ({length})")
+
+    def fork_sequence(self, parent: int, child: int, num_tokens: int | None = None) -> None:
+        """Start `child` with the first `num_tokens` tokens of `parent` (default: all), sharing blocks. O(blocks).
+
+        Nothing is copied now, the partly filled tail included: whoever appends to it first gets his own copy then.
+        """
+        parent = self._read_id("parent", parent)
+        child = self._read_id("child", child)
+        source = self._find(parent)
+        self._new_id("child", child)
+        length = source.length
+        if num_tokens is not None:
+            length = read_integer("num_tokens", num_tokens, 0, length, f"0 <= num_tokens <= length ({length})")
+        shared = source.table[: self._blocks_for(length)]
+        for block in shared:
+            if block in self._owed:  # the child would read what is not copied yet
+                raise StateError(f"block {block} is the destination of a copy that is not taken yet")
+        for block in shared:
+            self._ref_counts[block] += 1
+        self._sequences[child] = _Sequence(length, shared)
+
+    def _cut(self, sequence: _Sequence, length: int) -> None:
+        while len(sequence.table) > self._blocks_for(length):
+            self._drop_holder(sequence.table.pop())
+        sequence.length = length
+        self._settle()
+
+    # Appending: first count, then do ----------------------------------------------------------------------------------
+
+    def _append_rows(self, rows: list[tuple[int, int]], batched: bool) -> list[int]:
+        """Append `count` tokens for each (sequence id, count), in order; the slots of all of them."""
+        needed, lacking = self._demand(rows)
+        self._require(needed, lacking if batched else None)
+        return [self._append_one(self._sequences[sequence_id]) for sequence_id, count in rows for _ in range(count)]
+
+    def _demand(self, rows: list[tuple[int, int]]) -> tuple[int, int | None]:
+        """Count the blocks these appends would take, and name the first row for which the pool has too few.
+
+        The rows are played through on paper, for an earlier row changes what a later one needs: a sequence named twice
+        goes on from its new length, and of r sequences that share a tail only r - 1 need a copy, as the last one then
+        has the tail to itself.
+        """
+        lengths: dict[int, int] = {}  # of sequences that an earlier row appended to; their tails are their own
+        holders: dict[int, int] = {}  # of tails that are shared at the start
+        needed, lacking = 0, None
+        for row, (sequence_id, count) in enumerate(rows):
+            if count == 0:
+                continue
+            sequence = self._sequences[sequence_id]
+            length = lengths.get(sequence_id, sequence.length)
+            if length % self.block_size != 0 and sequence_id not in lengths:
+                tail = sequence.table[-1]
+                if holders.setdefault(tail, self._ref_counts[tail]) > 1:
+                    holders[tail] -= 1
+                    needed += 1
+            needed += self._blocks_for(length + count) - self._blocks_for(length)
+            lengths[sequence_id] = length + count
+            if lacking is None and needed > len(self._free):
+                lacking = row
+        return needed, lacking
+
+    def _append_one(self, sequence: _Sequence) -> int:
+        offset = sequence.length % self.block_size
+        if offset == 0:  # a block boundary: the first token of a new block
+            sequence.table.append(self._take_block())
+        elif self._ref_counts[sequence.table[-1]] > 1:  # a shared tail: copy on write
+            source, destination = sequence.table[-1], self._take_block()
+            sequence.table[-1] = destination  # replaces the entry: the table doesn't grow
+            self._ref_counts[source] -= 1
+            self._owed[destination] = source
+            self._num_copies += 1
+        sequence.length += 1
+        return sequence.table[-1] * self.block_size + offset
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The owed (source, destination) pairs in the order they came to be owed, now the caller's to run. O(pairs)."""
+        pairs = [(source, destination) for destination, source in self._owed.items()]
+        self._owed.clear()
+        self._settle()
+        return pairs
+
+    # Questions --------------------------------------------------------------------------------------------------------
+
+    def locate(self, sequence_id: int, position: int) -> tuple[int, int]:
+        """(physical block, offset in it) of a token that exists. O(1)."""
+        sequence = self._find(self._read_id("sequence_id", sequence_id))
+        if not 0 <= position < sequence.length:
+            raise SlotError(f"position {position} is outside of sequence {sequence_id} of length {sequence.length}")
+        return sequence.table[position // self.block_size], position % self.block_size
+
+    def slots(self, sequence_id: int, start: int, stop: int) -> list[int]:
+        """Slots of the existing tokens `start` to `stop` (exclusive). O(stop - start)."""
+        length = self.sequence_length(sequence_id)
+        if not 0 <= start <= stop <= length:
+            raise SlotError(f"positions {start}..{stop} are outside of sequence {sequence_id} of length {length}")
+        places = [self.locate(sequence_id, position) for position in range(start, stop)]
+        return [block * self.block_size + offset for block, offset in places]
+
+    def sequence_length(self, sequence_id: int) -> int:
+        """Tokens that own a slot: the position of the next append."""
+        return self._find(self._read_id("sequence_id", sequence_id)).length
+
+    def block_table(self, sequence_id: int) -> list[int]:
+        """The physical blocks of a sequence, logical block 0 first."""
+        return list(self._find(self._read_id("sequence_id", sequence_id)).table)
+
+    def sequence_ids(self) -> list[int]:
+        """Ids of all sequences, ascending."""
+        return sorted(self._sequences)
+
+    @property
+    def sequences(self) -> Mapping[int, SequenceState]:
+        """All sequences by id: a read-only view that gives frozen snapshots."""
+        return SequenceView(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that exist."""
+        return len(self._sequences)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation may take now."""
+        return len(self._free)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Ids of the free blocks in the order in which they will be handed out."""
+        return self._free[::-1]
+
+    @property
+    def usage(self) -> float:
+        """Live blocks as a fraction of the pool."""
+        return self._num_live / self.num_blocks
+
+    @property
+    def stats(self) -> PoolStats:
+        """Counters of this moment; none of them is counted on request."""
+        return PoolStats(
+            num_blocks=self.num_blocks,
+            live=self._num_live,
+            cached=0,  # the prefix index will keep released blocks findable
+            fenced=len(self._fenced),
+            free=len(self._free),
+            num_sequences=len(self._sequences),
+            num_copies=self._num_copies,
+            peak_live=self._peak_live,
+        )
+
+    def internal_fragmentation_tokens(self, sequence_id: int | None = None) -> int:
+        """Positions of live blocks that hold no token, each block once; or of one sequence's blocks.
+
+        Only the last block of a sequence can have any, so the waste is below `block_size` per sequence, whatever the
+        lengths: that is what paging buys.
+        """
+        if sequence_id is not None:
+            sequence = self._find(self._read_id("sequence_id", sequence_id))
+            return len(sequence.table) * self.block_size - sequence.length
+        filled: dict[int, int] = {}  # a shared block is as full as its longest holder makes it
+        for sequence in self._sequences.values():
+            for index, block in enumerate(sequence.table):
+                tokens = min(sequence.length - index * self.block_size, self.block_size)
+                filled[block] = max(filled.get(block, 0), tokens)
+        return self._num_live * self.block_size - sum(filled.values())
+
+    def check_invariants(self) -> list[str]:
+        """Audit everything; one sentence for each thing that is broken, none if all is sound. O(blocks + entries)."""
+        return find_broken_invariants(self)
+
+    def invariants_ok(self) -> bool:
+        """Whether the audit finds nothing."""
+        return not self.check_invariants()
+
+    def __repr__(self) -> str:
+        return (
+            f"reference.KVBlockManager({self.num_blocks} blocks of {self.block_size} tokens: {self._num_live} live, "
+            f"{len(self._fenced)} fenced, {len(self._free)} free; {len(self._sequences)} sequences)"
+        )
+
+    # Small helpers ----------------------------------------------------------------------------------------------------
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)  # rounded up
+
+    def _read_id(self, argument: str, value: int) -> int:
+        return read_integer(argument, value, 0, MAX_INT64, "an id in 0..2^63-1")
+
+    def _new_id(self, argument: str, value: int) -> int:
+        sequence_id = self._read_id(argument, value)
+        if sequence_id in self._sequences:
+            raise DuplicateSequenceError(sequence_id)
+        return sequence_id
+
+    def _find(self, sequence_id: int) -> _Sequence:
+        if sequence_id not in self._sequences:
+            raise UnknownSequenceError(sequence_id)
+        return self._sequences[sequence_id]
