@@ -1,0 +1,233 @@
+"""Argument checks of the ops: shapes, dtypes and devices in the wrappers, values in the reference kernels.
+
+The wrappers call `check_*_shapes` on every call, so these read metadata only (no device sync, no tensor operation). The
+`check_*_values` read the integers themselves; the native CPU kernels make the same checks in C++ with the same words,
+the CUDA kernels skip the offending row and set a device error word instead. All raise before anything is written.
+"""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from kvpager.errors import ArgumentError, SlotError
+
+FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of arithmetic, `lse` and `sinks` for tensors of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _refuse(argument: str, wanted: str, tensor: Tensor) -> NoReturn:
+    shape = ", ".join(str(size) for size in tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    raise ArgumentError(argument, wanted, f"[{shape}] {dtype} on {tensor.device}")
+
+
+def _check_rows(argument: str, tensor: Tensor, wanted: str, like: Tensor, heads: int, head_dim: int) -> None:
+    """A [rows, heads, head_dim] tensor of the dtype and device of `like`, with its last dimension contiguous."""
+    shape = tensor.shape
+    if len(shape) != 3 or shape[1] != heads or shape[2] != head_dim:
+        _refuse(argument, f"{wanted} with {heads} heads and head dim {head_dim}", tensor)
+    if tensor.dtype is not like.dtype or tensor.device != like.device:
+        dtype = str(like.dtype).removeprefix("torch.")
+        _refuse(argument, f"{wanted} {dtype} on {like.device}", tensor)
+    if tensor.stride(2) != 1 and head_dim > 1:
+        raise ArgumentError(argument, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}")
+
+
+def _check_ints(
+    argument: str, tensor: Tensor, dtype: torch.dtype, dims: int, wanted: str, device: torch.device
+) -> None:
+    if tensor.dtype is not dtype or tensor.dim() != dims or tensor.device != device:
+        _refuse(argument, f"{wanted} {str(dtype).removeprefix('torch.')} on {device}", tensor)
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
+    """Two caches [N, K, S, D] of one dtype and device; returns their shape."""
+    shape = key_cache.shape
+    if len(shape) != 4 or key_cache.dtype not in FLOAT_DTYPES:
+        _refuse("key_cache", "[N, K, S, D] float32, float16, bfloat16 or float64", key_cache)
+    if 0 in shape[1:]:
+        _refuse("key_cache", "[N, K, S, D] with K, S and D of at least 1", key_cache)
+    if value_cache.shape != shape or value_cache.dtype is not key_cache.dtype or value_cache.device != key_cache.device:
+        _refuse("value_cache", "the shape, dtype and device of `key_cache`", value_cache)
+    for argument, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.stride(3) != 1 and shape[3] > 1:
+            raise ArgumentError(argument, "a contiguous last dimension (stride 1)", f"stride {cache.stride(3)}")
+    return shape
+
+
+def check_write_shapes(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Metadata of `write_kv`; caches are HND."""
+    _, K, _, D = check_caches(key_cache, value_cache)
+    _check_rows("key", key, "[T, K, D]", key_cache, K, D)
+    _check_rows("value", value, "[T, K, D]", key_cache, K, D)
+    _check_ints("slot_mapping", slot_mapping, torch.int64, 1, "[T]", key_cache.device)
+    rows = slot_mapping.shape[0]
+    if key.shape[0] < rows:
+        raise ArgumentError("key", f"at least {rows} rows, one for each slot", f"{key.shape[0]} rows")
+    if value.shape[0] < rows:
+        raise ArgumentError("value", f"at least {rows} rows, one for each slot", f"{value.shape[0]} rows")
+
+
+def check_attention_shapes(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+) -> None:
+    """Metadata of `paged_attention` (`query_start_loc` None) and `paged_prefill`; caches are HND."""
+    _, K, _, D = check_caches(key_cache, value_cache)
+    device = key_cache.device
+    if query.dim() != 3:
+        _refuse("query", "[T, H, D]", query)
+    H = query.shape[1]
+    if H == 0 or H % K:
+        raise ArgumentError("query", f"a number of heads that is a multiple of the {K} kv heads", f"{H} heads")
+    _check_rows("query", query, "[T, H, D]", key_cache, H, D)
+    _check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", device)
+    _check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", device)
+    B = seq_lens.shape[0]
+    if block_tables.shape[0] != B:
+        raise ArgumentError("block_tables", f"{B} rows, one for each of `seq_lens`", f"{block_tables.shape[0]} rows")
+    if query_start_loc is None:
+        if query.shape[0] != B:
+            raise ArgumentError("query", f"{B} rows, one for each of `seq_lens`", f"{query.shape[0]} rows")
+    else:
+        _check_ints("query_start_loc", query_start_loc, torch.int32, 1, "[B + 1]", device)
+        if query_start_loc.shape[0] != B + 1:
+            raise ArgumentError("query_start_loc", f"{B + 1} entries for {B} sequences", query_start_loc.shape[0])
+    if sinks is not None:
+        dtype = accumulate_dtype(query.dtype)
+        if sinks.dim() != 1 or sinks.shape[0] != H or sinks.dtype is not dtype or sinks.device != device:
+            _refuse("sinks", f"[{H}] {str(dtype).removeprefix('torch.')} on {device}", sinks)
+    if window < 0:
+        raise ArgumentError("window", "0 (all positions) or a positive number of positions", window)
+    if softcap < 0:
+        raise ArgumentError("softcap", "0 (none) or a positive number", softcap)
+
+
+def check_out(out: Tensor, query: Tensor) -> None:
+    """A caller's `out`: the query's shape, dtype and device; any strides with a contiguous last dimension."""
+    _check_rows("out", out, "[T, H, D]", query, query.shape[1], query.shape[2])
+    if out.shape[0] != query.shape[0]:
+        raise ArgumentError("out", f"{query.shape[0]} rows", f"{out.shape[0]} rows")
+
+
+def check_lse(argument: str, lse: Tensor, out: Tensor) -> None:
+    """An `lse` [T, H] that goes with `out` [T, H, D]."""
+    dtype = accumulate_dtype(out.dtype)
+    if lse.shape != out.shape[:2] or lse.dtype is not dtype or lse.device != out.device:
+        shape = ", ".join(str(size) for size in out.shape[:2])
+        _refuse(argument, f"[{shape}] {str(dtype).removeprefix('torch.')} on {out.device}", lse)
+
+
+def check_merge_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Metadata of `merge_attention`."""
+    if out_a.dim() != 3 or out_a.dtype not in FLOAT_DTYPES:
+        _refuse("out_a", "[T, H, D] float32, float16, bfloat16 or float64", out_a)
+    T, H, D = out_a.shape
+    _check_rows("out_a", out_a, "[T, H, D]", out_a, H, D)
+    _check_rows("out_b", out_b, "[T, H, D]", out_a, H, D)
+    if out_b.shape[0] != T:
+        raise ArgumentError("out_b", f"{T} rows", f"{out_b.shape[0]} rows")
+    check_lse("lse_a", lse_a, out_a)
+    check_lse("lse_b", lse_b, out_b)
+
+
+def check_copy_shapes(caches: list[Tensor], pairs: Tensor) -> None:
+    """Metadata of `copy_blocks`: caches whose first dimension is the block, pairs [P, 2] beside them."""
+    if not caches:
+        raise ArgumentError("caches", "at least one cache", "none")
+    for index, cache in enumerate(caches):
+        if not 2 <= cache.dim() <= 8:
+            _refuse("caches", f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
+        if cache.device != caches[0].device or cache.shape[0] != caches[0].shape[0]:
+            _refuse("caches", f"{caches[0].shape[0]} blocks on {caches[0].device} in each (entry {index})", cache)
+    _check_ints("pairs", pairs, torch.int64, 2, "[P, 2]", caches[0].device)
+    if pairs.shape[1] != 2:
+        _refuse("pairs", "[P, 2] (source, destination)", pairs)
+
+
+def check_slot_values(slot_mapping: Tensor, num_slots: int) -> None:
+    """Every slot is −1 (skip) or lies in the pool. O(T), reads the values."""
+    bad = (slot_mapping < -1) | (slot_mapping >= num_slots)
+    if bad.any():
+        token = int(bad.nonzero()[0])
+        got = int(slot_mapping[token])
+        raise SlotError(f"`slot_mapping`: wanted -1 or a slot below {num_slots}, got {got} at token {token}")
+
+
+def check_sequence_values(
+    block_tables: Tensor,
+    seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_seq_len: int,
+    window: int,
+) -> None:
+    """Lengths fit the tables and the bound, and every table entry that will be read names a block. O(B·M).
+
+    Entries of blocks that lie wholly before the first query's window are not read, so they are not checked either.
+    """
+    M = block_tables.shape[1]
+    longest = min(M * block_size, max_seq_len)
+    for row, (length, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        if not 0 <= length <= longest:
+            wanted = f"lengths of 0 to {longest} ({M} blocks of {block_size}, `max_seq_len` {max_seq_len})"
+            raise ArgumentError("seq_lens", wanted, f"{length} in row {row}")
+        if length == 0 or query_len == 0:
+            continue
+        first = max(0, length - query_len + 1 - window) if window else 0
+        columns = slice(first // block_size, -(-length // block_size))
+        entries = block_tables[row, columns]
+        bad = (entries < 0) | (entries >= num_blocks)
+        if bad.any():
+            column = int(bad.nonzero()[0])
+            where = f"{int(entries[column])} at row {row}, column {column + columns.start}"
+            raise SlotError(f"`block_tables`: wanted a block id of 0 to {num_blocks - 1}, got {where}")
+
+
+def check_query_values(query_start_loc: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int) -> None:
+    """`query_start_loc` starts at 0, never falls, stays within the query, and no query is longer than its sequence."""
+    if query_start_loc[0] != 0:
+        raise ArgumentError("query_start_loc", "0 as first entry", query_start_loc[0])
+    for row, length in enumerate(seq_lens):
+        query_len = query_start_loc[row + 1] - query_start_loc[row]
+        if not 0 <= query_len <= max_query_len:
+            wanted = f"steps of 0 to {max_query_len} (`max_query_len`)"
+            raise ArgumentError("query_start_loc", wanted, f"{query_len} at row {row}")
+        if query_len > length:
+            wanted = "no more query tokens than the sequence is long"
+            raise ArgumentError("query_start_loc", wanted, f"{query_len} queries for length {length} at row {row}")
+    if query_start_loc[-1] > num_tokens:
+        raise ArgumentError(
+            "query_start_loc", f"a last entry of at most {num_tokens} (query rows)", query_start_loc[-1]
+        )
+
+
+def check_pair_values(pairs: list[list[int]], num_blocks: int) -> None:
+    """Block ids exist, and no destination is a source or another pair's destination. O(P)."""
+    for row, pair in enumerate(pairs):
+        for block in pair:
+            if not 0 <= block < num_blocks:
+                raise SlotError(f"`pairs`: wanted block ids of 0 to {num_blocks - 1}, got {block} at row {row}")
+    sources = {source for source, _ in pairs}
+    destinations: set[int] = set()
+    for row, (_, destination) in enumerate(pairs):
+        if destination in sources or destination in destinations:
+            wanted = "destinations that are no source and named once"
+            raise ArgumentError("pairs", wanted, f"block {destination} at row {row}")
+        destinations.add(destination)

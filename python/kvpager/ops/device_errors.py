@@ -1,0 +1,65 @@
+"""From what the kernels say to the classes of `kvpager.errors`.
+
+A C++ kernel on the CPU raises RuntimeError with the text ``SlotError: …`` or ``ArgumentError: `name`: wanted …, got
+…``. A CUDA kernel can't raise: it skips the row and sets a bit of a device error word, which `check_errors` fetches.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from kvpager.errors import ArgumentError, KVPagerError, SlotError
+
+# Bit of the device error word -> (argument, class, what was wanted). The bits are those of csrc/cuda/errors.cuh.
+DEVICE_ERRORS = (
+    ("slot_mapping", SlotError, "-1 or slots of the pool"),
+    ("block_tables", SlotError, "block ids of the pool"),
+    ("seq_lens", ArgumentError, "lengths of 0 to M · S and `max_seq_len`"),
+    ("query_start_loc", ArgumentError, "starts that rise from 0, within the query, the sequence and `max_query_len`"),
+    ("pairs", SlotError, "block ids of the pool"),
+)
+
+_ARGUMENT_TEXT = re.compile(r"ArgumentError: `(\w+)`: wanted (.*), got (.*)")
+_SLOT_TEXT = re.compile(r"SlotError: (.*)")
+
+
+def typed_error(error: RuntimeError) -> Exception:
+    """The kvpager error that a kernel's RuntimeError stands for; the RuntimeError itself if it is another one."""
+    text = str(error)
+    if found := _SLOT_TEXT.search(text):
+        return SlotError(found[1])
+    if found := _ARGUMENT_TEXT.search(text):
+        return ArgumentError(found[1], found[2], found[3])
+    return error
+
+
+def check_errors(device: str | torch.device | None = None) -> None:
+    """Raise what kernels found wrong on `device` since the last call, and forget it.
+
+    Waits for the device. A no-op on the CPU, where errors are raised at once.
+
+    Args:
+        device: the device to ask; the current CUDA device if None, or the CPU where there is none.
+
+    Raises:
+        SlotError: a slot or block id outside the pool was met; its row was skipped.
+        ArgumentError: a length or query start that does not fit was met; its rows were skipped.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    word = torch.empty(1, dtype=torch.int64, device=device)
+    torch.ops.kvpager.take_errors(word)
+    if error := _error_of(word):
+        raise error
+
+
+def _error_of(word: Tensor) -> KVPagerError | None:
+    bits = int(word.item())
+    for bit, (argument, kind, wanted) in enumerate(DEVICE_ERRORS):
+        if bits >> bit & 1:
+            got = "others on the device; their rows were skipped"
+            if kind is ArgumentError:
+                return ArgumentError(argument, wanted, got)
+            return SlotError(f"`{argument}`: wanted {wanted}, got {got}")
+    return None

@@ -1,0 +1,43 @@
+"""The schemas of the registered ops and their fakes: the one place where a signature stands.
+
+Every op writes into tensors it is given and returns nothing, so a captured graph or a compiled step allocates nothing.
+The caches are HND, [N, K, S, D], with any strides over the first three dimensions; the wrappers turn NHD into views.
+Lengths that change from step to step are SymInt: with `int`, torch.compile would compile anew for each value.
+Kernels are registered elsewhere: by the native library (csrc/ops.cpp, csrc/cuda/) or by `kvpager.ops.dispatch`.
+"""
+
+import torch
+
+NAMESPACE = "kvpager"
+
+_ATTENTION_OPTIONS = "int window=0, float softcap=0.0, Tensor? sinks=None"
+
+SCHEMAS = {
+    "write_kv": ("(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()"),
+    "paged_attention": (
+        "(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        f"Tensor seq_lens, *, float scale, SymInt max_seq_len, {_ATTENTION_OPTIONS}) -> ()"
+    ),
+    "paged_prefill": (
+        "(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        "Tensor query_start_loc, Tensor seq_lens, *, float scale, SymInt max_query_len, SymInt max_seq_len, "
+        f"{_ATTENTION_OPTIONS}) -> ()"
+    ),
+    "merge_attention": (
+        "(Tensor(a!) out, Tensor(b!)? lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()"
+    ),
+    "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
+    # Moves the device's error word into `word` [1] int64 and clears it, in stream order.
+    "take_errors": "(Tensor(a!) word) -> ()",
+}
+
+library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def _writes_in_place(*_args: object, **_kwargs: object) -> None:
+    """Fake of every op: results go to tensors that exist already."""
+
+
+for _name, _schema in SCHEMAS.items():
+    library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_in_place, lib=library)
