@@ -1,0 +1,55 @@
+"""From a folder and settings to a runner: dtype, weights, pool."""
+
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from kvpager.block_manager import KVBlockManager
+from kvpager.cache import PagedKVCache
+from kvpager.config import EngineConfig, ModelConfig, default_dtype
+from kvpager.loader import load_parameters
+from kvpager.models import Qwen3ForCausalLM
+from kvpager.runner import ModelRunner
+
+DEFAULT_KV_CACHE_BYTES = 2**30
+
+
+def make_runner(folder: Path, model_config: ModelConfig, config: EngineConfig) -> ModelRunner:
+    """Loads the model and makes the pool beside it."""
+    dtype = getattr(torch, resolve_dtype(model_config, config))
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(model_config)
+    ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
+    load_parameters(model, folder, dtype=dtype, device=torch.device(config.device), ignored=ignored)
+    cache = _make_cache(model_config, config, dtype)
+    return ModelRunner(model.eval(), cache, KVBlockManager(cache.num_blocks, config.block_size))
+
+
+def resolve_dtype(model_config: ModelConfig, config: EngineConfig) -> str:
+    """The dtype that an engine computes in; says so (once per process) where it is not the stored one."""
+    if config.dtype != "auto":
+        return config.dtype
+    dtype = default_dtype(model_config.dtype, config.device)
+    if dtype != model_config.dtype:
+        _say_once(f"this CPU has no fast {model_config.dtype} arithmetic: computing in {dtype} (`dtype` overrides)")
+    return dtype
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("kvpager").warning("%s", message)
+
+
+def _make_cache(model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> PagedKVCache:
+    num_blocks, budget = config.num_blocks, config.kv_cache_memory_bytes
+    make = functools.partial(
+        PagedKVCache.from_config, model_config, block_size=config.block_size, dtype=dtype, device=config.device
+    )
+    if num_blocks is not None or budget is not None:
+        return make(num_blocks=num_blocks, kv_cache_memory_bytes=budget)
+    values_per_token = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim
+    affordable = DEFAULT_KV_CACHE_BYTES // (values_per_token * dtype.itemsize * config.block_size)
+    useful = config.max_num_seqs * -(-model_config.max_position_embeddings // config.block_size)
+    return make(num_blocks=max(1, min(affordable, useful)))

@@ -1,0 +1,161 @@
+"""Qwen3, the dense decoder, over a paged key/value cache.
+
+The tokens of all sequences of a step lie one after the other: T tokens, no batch dimension, no padding. Which of them
+belong together, and where their keys and values go, stands in the `AttentionMetadata` that travels with them.
+Submodules carry the names of the checkpoint's tensors (and so of transformers' modules).
+
+Letters: T tokens, H query heads, K kv heads, D head dim, C hidden size, I intermediate size, V vocabulary, L layers.
+Architecture: Qwen3 technical report, arXiv:2505.09388; rotary positions: arXiv:2104.09864; RMSNorm: arXiv:1910.07467.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from kvpager.cache import AttentionMetadata, PagedKVCache
+from kvpager.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """``x / √(mean(x²) + eps) · weight`` over the last dimension, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises x [..., width]."""
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def rotary_cos_sin(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, once per step for all layers: two [T, 1, D].
+
+    Pair j of a head (values j and j + D/2) turns by ``position · theta^(−2j/D)``; angles in float32.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
+    angles = positions.float()[:, None] * (1.0 / theta**exponents)  # [T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # [T, 1, D]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns x [T, heads, D] to its positions."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm on every query and key head; keys and values live in the cache."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        C, D = config.hidden_size, config.head_dim
+        self.layer, self.head_dim = layer, D
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
+        heads = (x.shape[0], -1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # [T, H, D]
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # [T, K, D]
+        v = self.v_proj(x).view(heads)  # [T, K, D]
+        cache.write(self.layer, k, v, metadata.slot_mapping)
+        attended = cache.attend(self.layer, q, metadata)  # [T, H, D]
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) · up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        self.gate_proj = nn.Linear(C, I, bias=False)
+        self.up_proj = nn.Linear(C, I, bias=False)
+        self.down_proj = nn.Linear(I, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [T, C] → [T, C]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        """X [T, C] → [T, C]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, metadata)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x  # noqa: RET504
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, L decoder layers, the last norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        """input_ids [T], positions [T] → hidden states [T, C]."""
+        x = self.embed_tokens(input_ids)
+        cos, sin = rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, cache, metadata)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The decoder with its head. Made on the meta device and filled by `kvpager.loader`.
+
+    With tied embeddings there is no ``lm_head`` parameter at all: the embedding is the head.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Qwen3Model(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+        """Runs one step and writes its keys and values into the cache.
+
+        Args:
+            input_ids: [T] int64, the tokens of all sequences of the step, sequence after sequence.
+            positions: [T] int64, of each token in its sequence.
+            cache: the pool that the metadata's slots and tables point into.
+            metadata: what is written where, and who attends to what.
+
+        Returns:
+            Hidden states [T, C] in the model's dtype; `logits` takes the rows that are wanted.
+        """
+        out: Tensor = self.model(input_ids, positions, cache, metadata)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every next token: hidden [rows, C] → [rows, V] float32."""
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return F.linear(hidden, head.weight).float()
