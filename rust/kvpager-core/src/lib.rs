@@ -1,0 +1,82 @@
+#![doc = "The metadata plane of kvpager: who owns which block of a paged key/value cache."]
+//!
+//! # Design
+//!
+//! A pool of `N` physical *blocks* holds the keys and values of many sequences; each block has room for `S` token
+//! positions. A sequence sees consecutive positions; its *block table* maps `position / S` to a physical block, as a
+//! page table maps pages to frames. This crate owns the integers only: no tensor, no device, no Python, no clock.
+//!
+//! ```text
+//!              take (last freed first)              ref count reaches 0
+//!    free ───────────────────────────────► live ──────────────────────────► decided in one place
+//!     ▲                                   ref ≥ 1                            (`Pool::drop_ref`)
+//!     │                                                                     │            │
+//!     │          no copy out of it is owed                                  │            │ a copy out of it
+//!     └─────────────────────────────────────────────────────────────────────┘            │ is still owed
+//!     ▲                                                                                  ▼
+//!     └────────────────────────── the copy is taken or dropped ◄────────────────────── fenced
+//! ```
+//!
+//! * **Structure of arrays.** All a block has is a few `u32` at its index ([`config::Config`] bounds the ids to 31
+//!   bits): ref count, pins, two list links, the source of a copy owed into it. No allocation per block, no pointer, no
+//!   hash of a block id. A pool of any size is made in O(1) touched memory: blocks never used before are a watermark,
+//!   not entries.
+//! * **Free list.** A stack: O(1), last freed first, so what was touched last is handed out while it is warm.
+//! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail gets
+//!   a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the pairs
+//!   ([`BlockManager::take_copies`]) before the next write. Until then the source is pinned: with no holder left it is
+//!   *fenced*, not free.
+//! * **Open runs.** A sequence remembers how many positions of its tail it may write without looking at the pool, so
+//!   that an append is one hash, one compare and two additions. Whatever may change the answer (a fork, a rollback)
+//!   closes the run; the next append looks again.
+//! * **All or nothing.** Each call checks everything and settles its demand for blocks before it changes anything. After
+//!   an error the state is the state before, down to the order in which free blocks will be handed out.
+//!
+//! The modules, lowest first: [`config`] and [`error`] are leaves; `links` are lists threaded through arrays; `pool`
+//! decides the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences; `append`
+//! settles and hands out; [`manager`] is the public face; `audit` recounts everything; [`stats`] are the counters.
+//!
+//! # Example
+//!
+//! ```
+//! use kvpager_core::{BlockManager, Config};
+//!
+//! let mut manager = BlockManager::new(Config::new(8, 4)?)?;
+//! manager.create_sequence(1)?;
+//! let mut slots = Vec::new();
+//! manager.append_tokens(1, 6, &mut slots)?;
+//! assert_eq!(slots, [0, 1, 2, 3, 4, 5]);
+//!
+//! manager.fork_sequence(1, 2, None)?; // both blocks are shared, the half-full tail too
+//! assert_eq!(manager.append_token(2)?, 2 * 4 + 2); // the tail is copied before the write
+//! assert_eq!(manager.take_copies(), [(1, 2)]);
+//! assert_eq!(manager.block_table(1)?, [0, 1]);
+//! assert_eq!(manager.block_table(2)?, [0, 2]);
+//! # Ok::<(), kvpager_core::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod append;
+mod audit;
+pub mod config;
+mod copies;
+pub mod error;
+mod links;
+pub mod manager;
+mod pool;
+mod sequence;
+pub mod stats;
+
+pub use config::Config;
+pub use error::{Error, Result};
+pub use manager::BlockManager;
+pub use stats::Stats;
+
+/// A physical block: an index into the pool, below 2³¹ so that an int32 table can hold it.
+pub type BlockId = u32;
+
+/// The caller's name of a sequence, at most 2⁶³ − 1 so that an int64 tensor can hold it.
+pub type SequenceId = u64;
+
+/// One token position in the pool: `block * block_size + offset`.
+pub type Slot = i64;

@@ -1,0 +1,105 @@
+//! The table of sequences: ids, lengths, block tables.
+//!
+//! A sequence lives in a *row* of a slab; the id is hashed once per call to find the row, and everything after that is
+//! by row. Rows of released sequences are used again, together with the memory of their block tables.
+//!
+//! Costs: create, look up and remove are O(1).
+
+use rustc_hash::FxHashMap;
+
+use crate::{BlockId, Error, Result, SequenceId, Slot};
+
+/// A released row keeps the memory of its block table up to this many entries (16 KiB), so that a server that creates
+/// and releases sequences does not go back to the allocator each time.
+const KEPT_TABLE_ENTRIES: usize = 4096;
+
+/// One sequence. One cache line, so that an append touches nothing else while its run is open.
+#[derive(Clone, Debug, Default)]
+#[repr(align(64))]
+pub(crate) struct Sequence {
+    pub(crate) id: SequenceId,
+    /// Tokens that own a slot.
+    pub(crate) length: u64,
+    /// Positions at the end of the tail block that may be written without looking at the pool: the tail is ours alone.
+    /// 0 says "look": the tail is full, or it may be shared.
+    pub(crate) open: u64,
+    /// While `open` > 0: the slot of position `length`.
+    pub(crate) next_slot: Slot,
+    /// Counts up with each sequence made: the order of creation.
+    pub(crate) serial: u64,
+    pub(crate) table: Vec<BlockId>,
+}
+
+impl Sequence {
+    /// `num_tokens` positions of the open run are taken; returns the slot of the first.
+    #[inline]
+    pub(crate) fn advance(&mut self, num_tokens: u64) -> Slot {
+        debug_assert!(num_tokens <= self.open);
+        let slot = self.next_slot;
+        self.open -= num_tokens;
+        self.length += num_tokens;
+        self.next_slot += num_tokens as Slot;
+        slot
+    }
+}
+
+/// See the module header.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SequenceTable {
+    pub(crate) row_of: FxHashMap<SequenceId, u32>,
+    pub(crate) rows: Vec<Sequence>,
+    pub(crate) vacant: Vec<u32>,
+    num_made: u64,
+}
+
+impl SequenceTable {
+    pub(crate) fn len(&self) -> usize {
+        self.row_of.len()
+    }
+
+    pub(crate) fn contains(&self, sequence_id: SequenceId) -> bool {
+        self.row_of.contains_key(&sequence_id)
+    }
+
+    /// The row of a sequence.
+    #[inline]
+    pub(crate) fn find(&self, sequence_id: SequenceId) -> Result<u32> {
+        match self.row_of.get(&sequence_id) {
+            Some(&row) => Ok(row),
+            None => Err(Error::UnknownSequence { sequence_id }),
+        }
+    }
+
+    pub(crate) fn get(&self, sequence_id: SequenceId) -> Result<&Sequence> {
+        self.find(sequence_id).map(|row| &self.rows[row as usize])
+    }
+
+    /// Makes an empty sequence under an id that the caller has found to be new.
+    pub(crate) fn insert(&mut self, sequence_id: SequenceId) -> u32 {
+        let row = self.vacant.pop().unwrap_or_else(|| {
+            self.rows.push(Sequence::default());
+            self.rows.len() as u32 - 1
+        });
+        let sequence = &mut self.rows[row as usize];
+        (sequence.id, sequence.serial) = (sequence_id, self.num_made);
+        self.num_made += 1;
+        self.row_of.insert(sequence_id, row);
+        row
+    }
+
+    /// Forgets the sequence in `row`, whose blocks the caller has given back.
+    pub(crate) fn remove(&mut self, row: u32) {
+        let sequence = &mut self.rows[row as usize];
+        self.row_of.remove(&sequence.id);
+        let mut table = std::mem::take(&mut sequence.table);
+        table.clear();
+        table.shrink_to(KEPT_TABLE_ENTRIES);
+        *sequence = Sequence { table, ..Sequence::default() };
+        self.vacant.push(row);
+    }
+
+    /// Every sequence, in no particular order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
+        self.row_of.values().map(|&row| &self.rows[row as usize])
+    }
+}
