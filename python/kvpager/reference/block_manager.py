@@ -138,7 +138,9 @@ class KVBlockManager(TensorFace):
         sequence_id = self._read_id("sequence_id", sequence_id)
         count = read_integer("n", n, 0, MAX_INT64, "a count in 0..2^63-1")
         self._find(sequence_id)
-        return self._append_rows([(sequence_id, count)], batched=False)
+        needed, _ = self._demand([(sequence_id, count)])
+        self._require(needed)
+        return self._append_rows([(sequence_id, count)])
 
     def release_sequence(self, sequence_id: int) -> None:
         """Forget a sequence and give its blocks back, last block first. O(blocks)."""
@@ -184,12 +186,6 @@ class KVBlockManager(TensorFace):
 
     # Appending: first count, then do ----------------------------------------------------------------------------------
 
-    def _append_rows(self, rows: list[tuple[int, int]], batched: bool) -> list[int]:
-        """Append `count` tokens for each (sequence id, count), in order; the slots of all of them."""
-        needed, lacking = self._demand(rows)
-        self._require(needed, lacking if batched else None)
-        return [self._append_one(self._sequences[sequence_id]) for sequence_id, count in rows for _ in range(count)]
-
     def _demand(self, rows: list[tuple[int, int]]) -> tuple[int, int | None]:
         """Count the blocks these appends would take, and name the first row for which the pool has too few.
 
@@ -215,6 +211,10 @@ class KVBlockManager(TensorFace):
             if lacking is None and needed > len(self._free):
                 lacking = row
         return needed, lacking
+
+    def _append_rows(self, rows: list[tuple[int, int]]) -> list[int]:
+        """Append `count` tokens for each (sequence id, count), in order; the slots of all of them."""
+        return [self._append_one(self._sequences[sequence_id]) for sequence_id, count in rows for _ in range(count)]
 
     def _append_one(self, sequence: _Sequence) -> int:
         offset = sequence.length % self.block_size

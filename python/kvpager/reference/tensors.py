@@ -33,21 +33,28 @@ class TensorFace:
             raise ArgumentError("counts", f"one count for each of {len(rows)} ids", len(appended))
         for sequence_id in rows:
             manager._find(sequence_id)
-        target = open_target(out, device, "int64", (sum(appended),))
-        return target.fill(manager._append_rows(list(zip(rows, appended, strict=True)), batched=True))
+        work = list(zip(rows, appended, strict=True))
+        manager._require(*manager._demand(work))
+        target = open_target(out, device, "int64", (sum(appended),))  # the last thing that can fail
+        return target.fill(manager._append_rows(work))
 
     def get_block_table_tensor(
         self, ids: Any, max_blocks: int | None = None, *, device: Any = None, out: Any = None
     ) -> Any:
-        """Block tables as int32 [B, M], rows padded with -1 to `max_blocks` or to the longest. O(B * M)."""
+        """Block tables as int32 [B, M], rows padded with -1. O(B * M).
+
+        M is `max_blocks`; if that is None, what `out` has room for, or else the longest table.
+        """
         manager = cast("KVBlockManager", self)
         tables = [manager.block_table(sequence_id) for sequence_id in read_integers("ids", ids, _ID)]
         longest = max(map(len, tables), default=0)
-        width = longest if max_blocks is None else max_blocks
-        if width < longest:
-            raise ArgumentError("max_blocks", f"at least the longest table ({longest} blocks)", max_blocks)
-        shape = (len(tables), width) if tables else (0, 0)
-        target = open_target(out, device, "int32", shape)
+        width = longest
+        if max_blocks is not None:
+            wanted = f"at least the longest table ({longest} blocks)"
+            width = read_integer("max_blocks", max_blocks, longest, _MAX_INT64, wanted)
+        elif out is not None and tables:
+            width = max(longest, _num_elements(out) // len(tables))
+        target = open_target(out, device, "int32", (len(tables), width) if tables else (0, 0))
         return target.fill([block for table in tables for block in table + [-1] * (width - len(table))])
 
     def get_seq_lens_tensor(self, ids: Any, *, device: Any = None, out: Any = None) -> Any:
@@ -81,15 +88,17 @@ def read_integers(argument: str, values: Any, wanted: str) -> list[int]:
 
 
 class _NewTensor:
-    """Where an answer goes when the caller gave no `out`."""
+    """Where an answer goes when the caller gave no `out`. Made first: a device may be missing or full."""
 
     def __init__(self, device: Any, kind: str, shape: tuple[int, ...]) -> None:
-        self._device, self._kind, self._shape = device, kind, shape
+        import torch
+
+        self._tensor = torch.empty(shape, dtype=getattr(torch, kind), device=device)
 
     def fill(self, values: list[int]) -> Any:
         import torch
 
-        return torch.tensor(values, dtype=getattr(torch, self._kind), device=self._device).reshape(self._shape)
+        return self._tensor.copy_(torch.tensor(values, dtype=self._tensor.dtype).reshape(self._tensor.shape))
 
 
 class _CallersBuffer:
@@ -101,7 +110,7 @@ class _CallersBuffer:
         view = _as_buffer("out", out)
         if view is None:
             raise ArgumentError("out", wanted, type(out).__name__)
-        fits = math.prod(view.shape or (1,)) == num_elements and view.format in formats
+        fits = _num_elements(view) == num_elements and view.format in formats
         if not fits or view.readonly or not view.c_contiguous:
             raise ArgumentError("out", wanted, _describe(view))
         self._out, self._view = out, view
@@ -121,6 +130,11 @@ def open_target(out: Any, device: Any, kind: str, shape: tuple[int, ...]) -> _Ne
     if device is not None:
         raise ArgumentError("device", "None together with `out`", device)
     return _CallersBuffer(out, kind, math.prod(shape))
+
+
+def _num_elements(out: Any) -> int:
+    view = _as_buffer("out", out)
+    return 0 if view is None else view.nbytes // view.itemsize
 
 
 def _as_buffer(argument: str, value: Any) -> memoryview | None:

@@ -1,0 +1,481 @@
+"""Faults known from other projects, by id (tests/cases.md): pool, copy-on-write, slots, bindings, concurrency."""
+
+import random
+import threading
+from array import array
+
+import numpy as np
+import pytest
+
+from kvpager.errors import (
+    ArgumentError,
+    ConfigError,
+    DuplicateSequenceError,
+    KVPagerError,
+    OutOfBlocksError,
+    SlotError,
+    StateError,
+    UnknownSequenceError,
+)
+
+
+def ref_counts(manager):
+    """Table entries that name each block; a caller's own blocks aren't counted."""
+    counts = [0] * manager.num_blocks
+    for state in manager.sequences.values():
+        for block in state.block_table:
+            counts[block] += 1
+    return counts
+
+
+# Pool
+
+
+def test_b001_second_free_is_an_error_and_changes_nothing(make, observe):
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 4)
+    manager.release_sequence(1)
+    before = observe(manager)
+    with pytest.raises(UnknownSequenceError):
+        manager.release_sequence(1)
+    assert observe(manager) == before
+    block = manager.allocate_block()
+    manager.free_block(block)
+    before = observe(manager)
+    with pytest.raises(StateError):
+        manager.free_block(block)
+    assert observe(manager) == before
+    assert manager.num_free_blocks == 4
+    for sequence_id in range(4):
+        manager.create_sequence(sequence_id)
+        manager.append_tokens(sequence_id, 4)
+    assert len({manager.sequences[i].block_table for i in range(4)}) == 4
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate_block()
+
+
+@pytest.mark.parametrize(
+    ("freed", "error"),
+    [
+        (0, StateError),
+        (1, StateError),
+        (3, StateError),
+        (-1, ArgumentError),
+        (4, ArgumentError),
+        (2**63, ArgumentError),
+    ],
+)
+def test_b002_bad_free_is_refused(make, observe, freed, error):
+    """Blocks of a sequence, a block that is free already, and ids outside of the pool; there is no null block."""
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 5)
+    before = observe(manager)
+    with pytest.raises(error):
+        manager.free_block(freed)
+    assert observe(manager) == before
+    assert ref_counts(manager) == [1, 1, 0, 0]
+    assert manager.num_free_blocks == 2
+    manager.release_sequence(1)
+    assert manager.num_free_blocks == 4
+
+
+def test_b002_only_blocks_of_the_pool_are_handed_out(make, observe):
+    rng = random.Random(2)
+    manager, held = make(4, 4), []
+    for _ in range(1000):
+        if held and (len(held) == 4 or rng.random() < 0.5):
+            manager.free_block(held.pop(rng.randrange(len(held))))
+        else:
+            block = manager.allocate_block()
+            assert 0 <= block < 4
+            assert block not in held
+            held.append(block)
+    observe(manager)
+
+
+@pytest.mark.parametrize("length", range(13))
+def test_b003_live_and_free_sum_to_the_pool(make, observe, length):
+    """Without an index nothing is cached: a finished request leaves no live block behind."""
+    manager = make(64, 4)
+    manager.create_sequence(0)
+    manager.append_tokens(0, length)
+    stats = observe(manager)["stats"]
+    assert (stats["live"], stats["cached"], stats["fenced"]) == (-(-length // 4), 0, 0)
+    manager.release_sequence(0)
+    stats = observe(manager)["stats"]
+    assert (stats["live"], stats["cached"], stats["fenced"], stats["free"]) == (0, 0, 0, 64)
+
+
+@pytest.mark.parametrize("finish_at_boundary", [False, True])
+def test_b004_a_look_ahead_slot_is_released_once(make, observe, finish_at_boundary):
+    manager = make(8, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 7)
+    last = 12 if finish_at_boundary else 11
+    while (length := manager.sequence_length(1)) < last:
+        manager.append_token(1)  # the look-ahead slot
+        manager.truncate_sequence(1, length)
+        manager.append_token(1)  # the accepted token
+    manager.append_token(1)  # finished with a look-ahead slot still taken
+    manager.release_sequence(1)
+    assert manager.num_free_blocks == 8
+    assert sorted(manager.free_blocks) == list(range(8))
+    observe(manager)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_blocks", "last_fill"),
+    [(0, 0, 0), (1, 1, 1), (3, 1, 3), (4, 1, 4), (5, 2, 1), (8, 2, 4), (12, 3, 4)],
+)
+def test_b005_counts_on_exact_multiples(make, observe, length, num_blocks, last_fill):
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    slots = manager.append_tokens(1, length)
+    table = manager.sequences[1].block_table
+    assert len(table) == num_blocks
+    assert all(ref_counts(manager)[block] == 1 for block in table)
+    if table:
+        assert sum(slot // 4 == table[-1] for slot in slots) == last_fill
+    assert manager.internal_fragmentation_tokens(1) == num_blocks * 4 - length
+    manager.release_sequence(1)
+    assert ref_counts(manager) == [0, 0, 0, 0]
+    assert manager.num_free_blocks == 4
+    observe(manager)
+
+
+# Copy-on-write
+
+
+def test_b031_shared_tail_is_copied(make, observe):
+    """Run with a toy cache, one number a slot: the two writers use different numbers."""
+    manager, cache = make(8, 4), [None] * 32
+
+    def write(sequence_id, *numbers):
+        for number in numbers:
+            slot = manager.append_token(sequence_id)
+            for source, destination in manager.take_copies():
+                cache[destination * 4 : destination * 4 + 4] = cache[source * 4 : source * 4 + 4]
+            cache[slot] = number
+
+    def read(sequence_id):
+        return [cache[slot] for slot in manager.slots(sequence_id, 0, manager.sequence_length(sequence_id))]
+
+    manager.create_sequence(1)
+    write(1, 1, 2, 3, 4, 5, 6)
+    manager.fork_sequence(1, 2)
+    write(1, 7)
+    write(2, 17)
+    tables = manager.sequences[1].block_table, manager.sequences[2].block_table
+    assert tables[0][0] == tables[1][0]
+    assert tables[0][1] != tables[1][1]
+    assert [ref_counts(manager)[block] for block in (tables[0][0], tables[0][1], tables[1][1])] == [2, 1, 1]
+    assert manager.stats.num_copies == 1
+    assert manager.stats.live == 3
+    assert read(1) == [1, 2, 3, 4, 5, 6, 7]
+    assert read(2) == [1, 2, 3, 4, 5, 6, 17]
+    observe(manager)
+
+
+@pytest.mark.parametrize(("length", "num_copies", "num_used"), [(8, 0, 4), (9, 1, 4), (1, 1, 2)])
+def test_b032_fork_at_an_exact_boundary(make, observe, length, num_copies, num_used):
+    manager = make(8, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, length)
+    manager.fork_sequence(1, 2)
+    manager.append_token(1)
+    manager.append_token(2)
+    first, second = manager.sequences[1].block_table, manager.sequences[2].block_table
+    full = length // 4
+    assert first[:full] == second[:full]
+    assert first[full] != second[full]
+    assert [ref_counts(manager)[block] for block in first[:full]] == [2] * full
+    assert len(manager.take_copies()) == num_copies
+    assert manager.stats.live == num_used
+    observe(manager)
+
+
+def test_b034_truncate_into_a_shared_block_does_not_write_it(make, observe):
+    """The prefix index is not there yet, so a fork is the other holder of the full block."""
+    manager = make(8, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 8)
+    manager.fork_sequence(1, 2)
+    shared = manager.sequences[2].block_table
+    manager.truncate_sequence(1, 6)
+    assert manager.take_copies() == []
+    slots = manager.append_tokens(1, 2)
+    (copy,) = manager.take_copies()
+    assert copy[0] == shared[1]
+    assert manager.sequences[1].block_table == (shared[0], copy[1])
+    assert slots == [copy[1] * 4 + 2, copy[1] * 4 + 3]
+    assert manager.sequences[2].block_table == shared
+    assert manager.sequence_length(1) == 8
+    observe(manager)
+
+
+def test_b035_copy_on_write_with_no_free_block(make, observe):
+    manager = make(2, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 6)
+    manager.fork_sequence(1, 2)
+    before = observe(manager)
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.append_token(2)
+    assert (caught.value.needed, caught.value.free, caught.value.total) == (1, 0, 2)
+    assert observe(manager) == before
+    assert manager.sequence_length(2) == 6
+    assert ref_counts(manager) == [2, 2]
+    assert manager.take_copies() == []
+    manager.release_sequence(2)
+    assert ref_counts(manager) == [1, 1]
+    assert manager.append_token(1) == 6
+    assert manager.take_copies() == []
+
+
+# Slots
+
+
+def test_b060_a_reused_row_keeps_nothing_of_the_longer_one(make, arrange):
+    manager = make(9, 4)
+    arrange(manager, [5, 6, 7, 8, 2])
+    manager.create_sequence(1)
+    manager.append_tokens(1, 16)
+    rows = array("i", [0] * 4)
+    assert manager.get_block_table_tensor([1], out=rows) is rows
+    assert rows.tolist() == [5, 6, 7, 8]
+    manager.create_sequence(2)
+    manager.append_tokens(2, 3)
+    manager.release_sequence(1)
+    manager.get_block_table_tensor([2], out=rows)
+    assert rows.tolist() == [2, -1, -1, -1]
+
+
+# Bindings
+
+
+def test_b126_eight_threads_on_one_manager(make, observe):
+    manager = make(24, 4)
+    failures = []
+
+    def work(thread):
+        rng = random.Random(thread)
+        own = range(thread * 10, thread * 10 + 4)
+        alive = set()
+        try:
+            for _ in range(2000):
+                sequence_id = rng.choice(own)
+                try:
+                    if sequence_id not in alive:
+                        manager.create_sequence(sequence_id)
+                        alive.add(sequence_id)
+                    elif rng.random() < 0.2:
+                        manager.release_sequence(sequence_id)
+                        alive.remove(sequence_id)
+                    else:
+                        manager.append_tokens(sequence_id, rng.randrange(6))
+                except OutOfBlocksError:
+                    pass
+            for sequence_id in alive:
+                manager.release_sequence(sequence_id)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert manager.stats.live == 0
+    assert observe(manager)["stats"]["free"] == 24
+
+
+class ReentrantId:
+    """An id that calls back into the manager while the manager reads it."""
+
+    def __init__(self, manager):
+        self.manager = manager
+
+    def __index__(self):
+        self.manager.create_sequence(77)
+        return 1
+
+
+def test_b126_re_entrant_use_neither_hangs_nor_crashes(make, observe):
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    assert manager.append_tokens(ReentrantId(manager), 2) == [0, 1]
+    manager.release_sequence(77)
+    out = array("q", [0])
+    assert manager.slot_mapping_for_append([ReentrantId(manager)], out=out) is out
+    assert sorted(manager.sequences) == [1, 77]
+    observe(manager)
+
+
+BAD_IDS = [-1, 2**63, 2**64, -(2**70), "1", 1.0, None]
+SINGLE_ID_CALLS = {
+    "append_token": lambda m, i: m.append_token(i),
+    "append_tokens": lambda m, i: m.append_tokens(i, 1),
+    "slot_mapping_for_append": lambda m, i: m.slot_mapping_for_append([i]),
+    "get_block_table_tensor": lambda m, i: m.get_block_table_tensor([i]),
+    "get_seq_lens_tensor": lambda m, i: m.get_seq_lens_tensor([i]),
+    "commit": lambda m, i: m.commit(i, 0),
+    "release_sequence": lambda m, i: m.release_sequence(i),
+    "truncate_sequence": lambda m, i: m.truncate_sequence(i, 0),
+    "fork_sequence": lambda m, i: m.fork_sequence(i, 99),
+    "locate": lambda m, i: m.locate(i, 0),
+    "slots": lambda m, i: m.slots(i, 0, 0),
+    "sequence_length": lambda m, i: m.sequence_length(i),
+    "block_table": lambda m, i: m.block_table(i),
+    "sequences": lambda m, i: m.sequences[i],
+}
+
+
+@pytest.fixture
+def used(make):
+    """A manager in the middle of its life: a length, an empty sequence, a released one, a held block, an owed copy."""
+    manager = make(8, 4)
+    for sequence_id in (1, 2, 3):
+        manager.create_sequence(sequence_id)
+    manager.append_tokens(1, 6)
+    manager.release_sequence(3)
+    manager.fork_sequence(1, 4)
+    manager.append_token(4)
+    manager.allocate_block()
+    return manager
+
+
+def refuse(manager, observe, error, call):
+    """`call` raises `error`, an error of ours, changes nothing, and the manager still works."""
+    before = observe(manager)
+    with pytest.raises(error) as caught:
+        call(manager)
+    assert isinstance(caught.value, KVPagerError | KeyError)
+    assert observe(manager) == before
+    manager.create_sequence(1000)
+    manager.append_token(1000)
+    manager.release_sequence(1000)
+    assert manager.check_invariants() == []
+
+
+@pytest.mark.parametrize("call", SINGLE_ID_CALLS.values(), ids=SINGLE_ID_CALLS)
+@pytest.mark.parametrize("sequence_id", [3, 5, 2**32, 2**63 - 1])
+def test_b127_unknown_and_released_sequences(used, observe, call, sequence_id):
+    refuse(used, observe, UnknownSequenceError, lambda manager: call(manager, sequence_id))
+
+
+@pytest.mark.parametrize("call", SINGLE_ID_CALLS.values(), ids=SINGLE_ID_CALLS)
+@pytest.mark.parametrize("sequence_id", BAD_IDS, ids=repr)
+def test_b127_what_is_no_sequence_id(used, observe, call, sequence_id):
+    error = KeyError if call is SINGLE_ID_CALLS["sequences"] else ArgumentError
+    refuse(used, observe, error, lambda manager: call(manager, sequence_id))
+
+
+BAD_CALLS = {
+    "create a known id": (DuplicateSequenceError, lambda m: m.create_sequence(1)),
+    "create -1": (ArgumentError, lambda m: m.create_sequence(-1)),
+    "create 2^63": (ArgumentError, lambda m: m.create_sequence(2**63)),
+    "fork onto an existing name": (DuplicateSequenceError, lambda m: m.fork_sequence(1, 2)),
+    "fork onto itself": (DuplicateSequenceError, lambda m: m.fork_sequence(1, 1)),
+    "fork onto -1": (ArgumentError, lambda m: m.fork_sequence(1, -1)),
+    "fork more than there is": (ArgumentError, lambda m: m.fork_sequence(1, 9, 7)),
+    "fork -1 tokens": (ArgumentError, lambda m: m.fork_sequence(1, 9, -1)),
+    "fork 2^64 tokens": (ArgumentError, lambda m: m.fork_sequence(1, 9, 2**64)),
+    "fork over an owed copy": (StateError, lambda m: m.fork_sequence(4, 9)),
+    "truncate beyond the end": (ArgumentError, lambda m: m.truncate_sequence(1, 7)),
+    "truncate to -1": (ArgumentError, lambda m: m.truncate_sequence(1, -1)),
+    "truncate an empty one to 1": (ArgumentError, lambda m: m.truncate_sequence(2, 1)),
+    "truncate to 2^64": (ArgumentError, lambda m: m.truncate_sequence(1, 2**64)),
+    "commit too few": (ArgumentError, lambda m: m.commit(1, 5)),
+    "commit too many": (ArgumentError, lambda m: m.commit(1, 7)),
+    "commit -1": (ArgumentError, lambda m: m.commit(1, -1)),
+    "locate in an empty sequence": (SlotError, lambda m: m.locate(2, 0)),
+    "locate past the end": (SlotError, lambda m: m.locate(1, 6)),
+    "locate -1": (SlotError, lambda m: m.locate(1, -1)),
+    "locate 2^64": (SlotError, lambda m: m.locate(1, 2**64)),
+    "slots past the end": (SlotError, lambda m: m.slots(1, 0, 7)),
+    "slots from -1": (SlotError, lambda m: m.slots(1, -1, 2)),
+    "slots backwards": (SlotError, lambda m: m.slots(1, 3, 2)),
+    "append -1": (ArgumentError, lambda m: m.append_tokens(1, -1)),
+    "append 2^63": (ArgumentError, lambda m: m.append_tokens(1, 2**63)),
+    "append more than the pool": (OutOfBlocksError, lambda m: m.append_tokens(1, 10**6)),
+    "append 2^63-1": (OutOfBlocksError, lambda m: m.append_tokens(1, 2**63 - 1)),
+    "batch of huge counts": (
+        OutOfBlocksError,
+        lambda m: m.slot_mapping_for_append([1, 2, 1], [2**63 - 1, 2**63 - 1, 2**63 - 1]),
+    ),
+    "counts of another length": (ArgumentError, lambda m: m.slot_mapping_for_append([1, 2], [1])),
+    "counts of -1": (ArgumentError, lambda m: m.slot_mapping_for_append([1, 2], [3, -1])),
+    "counts of words": (ArgumentError, lambda m: m.slot_mapping_for_append([1], ["2"])),
+    "float ids": (ArgumentError, lambda m: m.slot_mapping_for_append(np.array([1.0]))),
+    "int16 ids": (ArgumentError, lambda m: m.get_seq_lens_tensor(np.array([1], dtype=np.int16))),
+    "uint64 ids": (ArgumentError, lambda m: m.get_block_table_tensor(np.array([1], dtype=np.uint64))),
+    "bytes as ids": (ArgumentError, lambda m: m.get_seq_lens_tensor(b"\1")),
+    "text as ids": (ArgumentError, lambda m: m.get_seq_lens_tensor("1")),
+    "2-D ids": (ArgumentError, lambda m: m.slot_mapping_for_append(np.array([[1, 2]]))),
+    "a number as ids": (ArgumentError, lambda m: m.slot_mapping_for_append(1)),
+    "float counts": (ArgumentError, lambda m: m.slot_mapping_for_append([1], np.array([1.0]))),
+    "free a block nobody holds": (StateError, lambda m: m.free_block(7)),
+    "free a sequence's block": (StateError, lambda m: m.free_block(0)),
+    "free block -1": (ArgumentError, lambda m: m.free_block(-1)),
+    "free block N": (ArgumentError, lambda m: m.free_block(8)),
+    "free block 2^32": (ArgumentError, lambda m: m.free_block(2**32)),
+    "free block 2^64": (ArgumentError, lambda m: m.free_block(2**64)),
+    "max_blocks too small": (ArgumentError, lambda m: m.get_block_table_tensor([1], 1)),
+    "max_blocks of -1": (ArgumentError, lambda m: m.get_block_table_tensor([1], -1)),
+    "fragmentation of nobody": (UnknownSequenceError, lambda m: m.internal_fragmentation_tokens(5)),
+}
+
+
+@pytest.mark.parametrize(("error", "call"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_b127_errors_not_panics(used, observe, error, call):
+    refuse(used, observe, error, call)
+
+
+def test_b127_length_zero_is_no_error(used, observe):
+    before = observe(used)
+    assert used.append_tokens(2, 0) == []
+    assert used.slots(2, 0, 0) == []
+    assert used.slot_mapping_for_append([1, 2], [0, 0]).tolist() == []
+    assert used.slot_mapping_for_append([]).tolist() == []
+    used.truncate_sequence(2, 0)
+    used.commit(2, 0)
+    assert used.internal_fragmentation_tokens(2) == 0
+    assert used.get_block_table_tensor([2]).shape == (1, 0)
+    assert observe(used) == before
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size"), [(0, 4), (-1, 4), (4, 0), (4, -1), (2**31, 1), (2**64, 4), (4, 2**62), (1, 2**64)]
+)
+def test_b127_impossible_pools(make, num_blocks, block_size):
+    with pytest.raises(ConfigError):
+        make(num_blocks, block_size)
+
+
+def test_b127_a_prefix_index_is_refused_until_there_is_one(make):
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        make(4, 4, enable_prefix_caching=True)
+
+
+# Concurrency
+
+
+def test_b130_exported_tensors_are_snapshots(make):
+    manager = make(8, 4)
+    for sequence_id in (1, 2):
+        manager.create_sequence(sequence_id)
+        manager.append_tokens(sequence_id, 4)
+    slots = manager.slot_mapping_for_append([1, 2])
+    tables, lengths = manager.get_block_table_tensor([1, 2]), manager.get_seq_lens_tensor([1, 2])
+    state = manager.sequences[1]
+    exported = slots.clone(), tables.clone(), lengths.clone()
+    manager.append_tokens(1, 4)
+    manager.fork_sequence(1, 3)
+    manager.append_token(3)
+    manager.release_sequence(2)
+    manager.truncate_sequence(1, 1)
+    assert all(now.equal(then) for now, then in zip((slots, tables, lengths), exported, strict=True))
+    assert (state.sequence_length, len(state.block_table)) == (5, 2)

@@ -1,0 +1,161 @@
+"""Errors are part of the contract: class, text and values, the same from both implementations."""
+
+import pytest
+
+from kvpager.errors import (
+    ArgumentError,
+    ConfigError,
+    DuplicateSequenceError,
+    OutOfBlocksError,
+    SlotError,
+    StateError,
+    UnknownSequenceError,
+)
+
+
+@pytest.fixture
+def manager(make):
+    """Sequence 1 of length 6 over blocks 0 and 1, its fork 2 of length 7 over 0 and 2 (the copy owed), block 3 free."""
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 6)
+    manager.fork_sequence(1, 2)
+    manager.append_token(2)
+    return manager
+
+
+ARGUMENT_ERRORS = {
+    "`sequence_id`: wanted an id in 0..2^63-1, got -1": lambda m: m.create_sequence(-1),
+    "`sequence_id`: wanted an id in 0..2^63-1, got 9223372036854775808": lambda m: m.append_token(2**63),
+    "`sequence_id`: wanted an id in 0..2^63-1, got str": lambda m: m.append_token("1"),
+    "`parent`: wanted an id in 0..2^63-1, got -1": lambda m: m.fork_sequence(-1, 3),
+    "`child`: wanted an id in 0..2^63-1, got -1": lambda m: m.fork_sequence(1, -1),
+    "`ids`: wanted an id in 0..2^63-1, got -1": lambda m: m.get_seq_lens_tensor([1, -1]),
+    "`n`: wanted a count in 0..2^63-1, got -1": lambda m: m.append_tokens(1, -1),
+    "`n`: wanted 0 <= n <= length (6), got 7": lambda m: m.truncate_sequence(1, 7),
+    "`n`: wanted computed (6) <= n <= length (6), got 5": lambda m: m.commit(1, 5),
+    "`num_tokens`: wanted 0 <= num_tokens <= length (6), got 7": lambda m: m.fork_sequence(1, 3, 7),
+    "`counts`: wanted a count in 0..2^63-1, got -1": lambda m: m.slot_mapping_for_append([1, 2], [1, -1]),
+    "`counts`: wanted one count for each of 2 ids, got 1": lambda m: m.slot_mapping_for_append([1, 2], [1]),
+    "`block_id`: wanted a block in 0..3, got 4": lambda m: m.free_block(4),
+    "`max_blocks`: wanted at least the longest table (2 blocks), got 1": lambda m: m.get_block_table_tensor([1], 1),
+    "`device`: wanted None together with `out`, got cpu": lambda m: m.get_seq_lens_tensor([], device="cpu", out=b""),
+}
+
+
+@pytest.mark.parametrize(("text", "call"), ARGUMENT_ERRORS.items(), ids=ARGUMENT_ERRORS)
+def test_argument_error(manager, text, call):
+    with pytest.raises(ArgumentError) as caught:
+        call(manager)
+    assert str(caught.value) == text
+    error = caught.value
+    assert text == f"`{error.argument}`: wanted {error.wanted}, got {error.got}"
+    assert isinstance(error, ValueError)
+
+
+OUT_OF_BLOCKS = {
+    "append_tokens": (
+        lambda m: m.append_tokens(1, 7),
+        (2, 1, 0, 4, None),
+        "need 2 blocks, 1 free of 4",
+    ),
+    "batch": (
+        lambda m: m.slot_mapping_for_append([1, 2, 1, 2], [2, 1, 1, 5]),
+        (3, 1, 0, 4, 3),
+        "need 3 blocks, 1 free of 4; row 3 is the first that lacks one",
+    ),
+    "batch, row 0": (
+        lambda m: m.slot_mapping_for_append([2, 1], [9, 0]),
+        (2, 1, 0, 4, 0),
+        "need 2 blocks, 1 free of 4; row 0 is the first that lacks one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "values", "text"), OUT_OF_BLOCKS.values(), ids=OUT_OF_BLOCKS)
+def test_out_of_blocks_error(manager, call, values, text):
+    with pytest.raises(OutOfBlocksError) as caught:
+        call(manager)
+    error = caught.value
+    assert (error.needed, error.free, error.fenced, error.total, error.row) == values
+    assert str(error) == text
+
+
+def test_out_of_blocks_counts_fenced_blocks(manager):
+    manager.release_sequence(1)  # block 1 is nobody's, but the copy into block 2 has yet to read it
+    assert manager.stats.fenced == 1
+    manager.allocate_block()
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.allocate_block()
+    assert str(caught.value) == "need 1 blocks, 0 free of 4 (1 fenced)"
+    assert caught.value.row is None
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (UnknownSequenceError, "no sequence with id 9", lambda m: m.append_token(9)),
+        (UnknownSequenceError, "no sequence with id 9", lambda m: m.slot_mapping_for_append([1, 9])),
+        (UnknownSequenceError, "no sequence with id 9", lambda m: m.sequences[9]),
+        (DuplicateSequenceError, "sequence 1 exists already", lambda m: m.create_sequence(1)),
+        (DuplicateSequenceError, "sequence 2 exists already", lambda m: m.fork_sequence(1, 2)),
+    ],
+)
+def test_sequence_errors(manager, error, text, call):
+    with pytest.raises(error) as caught:
+        call(manager)
+    assert str(caught.value) == text
+    assert caught.value.sequence_id == int(text.split()[-1 if error is UnknownSequenceError else 1])
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (StateError, "block 3 is not held by a caller", lambda m: m.free_block(3)),
+        (
+            StateError,
+            "block 2 is the destination of a copy that is not taken yet",
+            lambda m: m.fork_sequence(2, 3),
+        ),
+        (SlotError, "position 6 is outside of sequence 1 of length 6", lambda m: m.locate(1, 6)),
+        (SlotError, "positions 4..7 are outside of sequence 1 of length 6", lambda m: m.slots(1, 4, 7)),
+    ],
+)
+def test_state_and_slot_errors(manager, error, text, call):
+    with pytest.raises(error) as caught:
+        call(manager)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, 4), "`num_physical_blocks`: wanted 1..2147483647, got 0"),
+        ((2**31, 4), "`num_physical_blocks`: wanted 1..2147483647, got 2147483648"),
+        ((4, 0), "`block_size`: wanted at least 1, got 0"),
+        ((4, 2**61), "`num_physical_blocks` * `block_size`: wanted at most 2^63-1 slots, got 9223372036854775808"),
+    ],
+)
+def test_config_error(make, arguments, text):
+    with pytest.raises(ConfigError) as caught:
+        make(*arguments)
+    assert str(caught.value) == text
+
+
+def test_a_shorter_prefix_may_be_forked_while_a_copy_is_owed(manager):
+    manager.fork_sequence(2, 3, 4)
+    assert manager.sequences[3].block_table == (0,)
+    manager.take_copies()
+    manager.fork_sequence(2, 4)
+    assert manager.sequences[4].block_table == (0, 2)
+
+
+def test_the_first_lacking_row_counts_what_earlier_rows_share(make):
+    """Of three holders of a tail two need a copy; the last one writes in place."""
+    manager = make(4, 4)
+    manager.create_sequence(1)
+    manager.append_tokens(1, 2)
+    manager.fork_sequence(1, 2)
+    manager.fork_sequence(1, 3)
+    assert manager.slot_mapping_for_append([1, 2, 3]).tolist() == [6, 10, 2]
+    assert manager.take_copies() == [(0, 1), (0, 2)]
