@@ -78,20 +78,15 @@ impl BlockManager {
     /// assert_eq!(manager.sequence_length(1)?, 5);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
-    pub fn append_tokens(
-        &mut self,
-        sequence_id: SequenceId,
-        num_tokens: u64,
-        slots: &mut Vec<Slot>,
-    ) -> Result<()> {
+    pub fn append_tokens(&mut self, sequence_id: SequenceId, n: u64, slots: &mut Vec<Slot>) -> Result<()> {
         let row = self.sequences.find(sequence_id)? as usize;
         let sequence = &mut self.sequences.rows[row];
-        let needed = demand(&self.config, &self.pool, sequence, num_tokens);
+        let needed = demand(&self.config, &self.pool, sequence, n);
         if needed > u64::from(self.pool.num_free()) {
             return Err(self.pool.out_of_blocks(needed, None));
         }
-        reserve_slots(slots, num_tokens, "num_tokens")?;
-        append_run(&self.config, &mut self.pool, &mut self.copies, sequence, num_tokens, slots);
+        reserve_slots(slots, n, "n")?;
+        append_run(&self.config, &mut self.pool, &mut self.copies, sequence, n, slots);
         Ok(())
     }
 

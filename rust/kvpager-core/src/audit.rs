@@ -255,6 +255,7 @@ mod tests {
 
     use super::*;
     use crate::Config;
+    use crate::copies::CopyLedger;
 
     /// Sequence 1 holds blocks 0 and 1, sequence 2 block 2; 4 was used and freed; a caller holds 3; 5 is fresh.
     fn sound() -> BlockManager {
@@ -416,6 +417,4 @@ mod tests {
         manager.copies.num_owed_ever = 0;
         assert_named(&manager, "counter `num_copies`: 0, but 1 pairs are owed");
     }
-
-    use crate::copies::CopyLedger;
 }

@@ -34,7 +34,8 @@
 //!
 //! The modules, lowest first: [`config`] and [`error`] are leaves; `links` are lists threaded through arrays; `pool`
 //! decides the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences; `append`
-//! settles and hands out; [`manager`] is the public face; `audit` recounts everything; [`stats`] are the counters.
+//! settles and hands out; [`manager`] is the public face, `lookup` and `figures` its reading half; `audit` recounts
+//! everything; [`stats`] are the counters.
 //!
 //! # Example
 //!
@@ -61,7 +62,9 @@ mod audit;
 pub mod config;
 mod copies;
 pub mod error;
+mod figures;
 mod links;
+mod lookup;
 pub mod manager;
 mod pool;
 mod sequence;

@@ -1,16 +1,15 @@
 //! The public face: one manager of one pool. It owns the pool, the table of sequences and the ledger of copies, and
-//! changes them together; the appends stand in `append`, the audit in `audit`.
+//! changes them together. Here: sequences come, fork, shrink and go, and blocks are held outside of them. The appends stand
+//! in `append`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
 //!
 //! Each method says what it costs, what it refuses, and has an example that runs.
 
-use rustc_hash::FxHashMap;
-
-use crate::append::{Scratch, reserve_slots};
+use crate::append::Scratch;
 use crate::config::MAX_SEQUENCE_ID;
 use crate::copies::CopyLedger;
 use crate::pool::Pool;
-use crate::sequence::{Sequence, SequenceTable};
-use crate::{BlockId, Config, Error, Result, SequenceId, Slot, Stats};
+use crate::sequence::SequenceTable;
+use crate::{BlockId, Config, Error, Result, SequenceId};
 
 /// Maps the tokens of many sequences to the blocks of one pool. See the [crate] documentation for the design.
 #[derive(Clone, Debug)]
@@ -102,7 +101,7 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Rolls the sequence back to its first `num_tokens` tokens. Surplus blocks are given back, last first; a shared
+    /// Rolls the sequence back to its first `n` tokens. Surplus blocks are given back, last first; a shared
     /// tail is copied by the next append only. O(blocks given back).
     ///
     /// # Errors
@@ -118,15 +117,15 @@ impl BlockManager {
     /// assert_eq!(manager.append_token(1)?, 5);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
-    pub fn truncate_sequence(&mut self, sequence_id: SequenceId, num_tokens: u64) -> Result<()> {
+    pub fn truncate_sequence(&mut self, sequence_id: SequenceId, n: u64) -> Result<()> {
         let row = self.sequences.find(sequence_id)?;
         let length = self.sequences.rows[row as usize].length;
-        if num_tokens > length {
-            return Err(Error::argument("num_tokens", format!("0 to {length} tokens"), num_tokens));
+        if n > length {
+            return Err(Error::argument("n", format!("0 to {length} tokens"), n));
         }
-        self.give_back(row, self.config.blocks_for(num_tokens) as usize);
+        self.give_back(row, self.config.blocks_for(n) as usize);
         let sequence = &mut self.sequences.rows[row as usize];
-        sequence.length = num_tokens;
+        sequence.length = n;
         sequence.open = 0; // the new tail may be shared
         Ok(())
     }
@@ -179,11 +178,11 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Says that the keys and values of the first `num_tokens` tokens are written. Without a prefix index every token
+    /// Says that the keys and values of the first `n` tokens are written. Without a prefix index every token
     /// counts as computed when it is appended, so this only checks. O(1).
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Argument`] unless `num_tokens` is the length.
+    /// [`Error::UnknownSequence`]; [`Error::Argument`] unless `n` is the length.
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};
@@ -194,13 +193,13 @@ impl BlockManager {
     /// assert!(manager.commit(1, 2).is_err());
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
-    pub fn commit(&self, sequence_id: SequenceId, num_tokens: u64) -> Result<()> {
+    pub fn commit(&self, sequence_id: SequenceId, n: u64) -> Result<()> {
         let length = self.sequences.get(sequence_id)?.length;
         // From the computed tokens to the length: here the two are one.
-        if num_tokens == length {
+        if n == length {
             return Ok(());
         }
-        Err(Error::argument("num_tokens", format!("{length} to {length} tokens"), num_tokens))
+        Err(Error::argument("n", format!("the {length} tokens of the sequence"), n))
     }
 
     /// Hands over the owed copies as `(source, destination)` pairs, oldest first, and forgets them. To be run before
@@ -220,214 +219,6 @@ impl BlockManager {
     /// ```
     pub fn take_copies(&mut self) -> Vec<(BlockId, BlockId)> {
         self.copies.take(&mut self.pool)
-    }
-
-    // ---- translation -----------------------------------------------------------------------------------------------
-
-    /// The block and the offset in it of an existing token. O(1).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Slot`] past the length.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 6, &mut Vec::new())?;
-    /// assert_eq!(manager.locate(1, 5)?, (1, 1));
-    /// assert_eq!(manager.locate(1, 6).unwrap_err().to_string(), "position 6 is past the 6 tokens of sequence 1");
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn locate(&self, sequence_id: SequenceId, position: u64) -> Result<(BlockId, u64)> {
-        let sequence = self.sequences.get(sequence_id)?;
-        if position >= sequence.length {
-            let length = sequence.length;
-            let reason = format!("position {position} is past the {length} tokens of sequence {sequence_id}");
-            return Err(Error::Slot { reason });
-        }
-        let block = sequence.table[(position / self.config.block_size()) as usize];
-        Ok((block, position % self.config.block_size()))
-    }
-
-    /// Adds the slots of the existing tokens `start..stop` to `slots`. O(tokens).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Slot`] if the range runs backwards or past the length.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 6, &mut Vec::new())?;
-    /// let mut slots = Vec::new();
-    /// manager.slots(1, 3, 6, &mut slots)?;
-    /// assert_eq!(slots, [3, 4, 5]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn slots(&self, sequence_id: SequenceId, start: u64, stop: u64, slots: &mut Vec<Slot>) -> Result<()> {
-        let sequence = self.sequences.get(sequence_id)?;
-        if start > stop || stop > sequence.length {
-            let length = sequence.length;
-            let reason = format!(
-                "positions {start} to {stop} are not a range of the {length} tokens of sequence {sequence_id}"
-            );
-            return Err(Error::Slot { reason });
-        }
-        reserve_slots(slots, stop - start, "stop")?;
-        let block_size = self.config.block_size();
-        let mut position = start;
-        while position < stop {
-            let offset = position % block_size;
-            let run = (block_size - offset).min(stop - position);
-            let first = self.config.slot(sequence.table[(position / block_size) as usize], offset);
-            slots.extend(first..first + run as Slot);
-            position += run;
-        }
-        Ok(())
-    }
-
-    /// Tokens that own a slot. O(1).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// assert_eq!(manager.sequence_length(1)?, 0);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn sequence_length(&self, sequence_id: SequenceId) -> Result<u64> {
-        self.sequences.get(sequence_id).map(|sequence| sequence.length)
-    }
-
-    /// The block table: logical block → physical block. O(1).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 9, &mut Vec::new())?;
-    /// assert_eq!(manager.block_table(1)?, [0, 1, 2]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn block_table(&self, sequence_id: SequenceId) -> Result<&[BlockId]> {
-        self.sequences.get(sequence_id).map(|sequence| sequence.table.as_slice())
-    }
-
-    /// The ids of all sequences, in the order of creation. O(n log n).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(9)?;
-    /// manager.create_sequence(3)?;
-    /// assert_eq!(manager.sequence_ids(), [9, 3]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn sequence_ids(&self) -> Vec<SequenceId> {
-        let mut sequences: Vec<&Sequence> = self.sequences.iter().collect();
-        sequences.sort_unstable_by_key(|sequence| sequence.serial);
-        sequences.iter().map(|sequence| sequence.id).collect()
-    }
-
-    /// The longest block table of a batch, in entries; 0 for an empty batch. O(ids).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`] for the first id that names none.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 9, &mut Vec::new())?;
-    /// assert_eq!(manager.longest_table(&[1])?, 3);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn longest_table(&self, ids: &[SequenceId]) -> Result<usize> {
-        ids.iter().try_fold(0, |longest, &id| Ok(longest.max(self.block_table(id)?.len())))
-    }
-
-    /// Writes the tables of a batch into `out` [ids, `max_blocks`], row by row, each padded with −1.
-    /// O(ids × `max_blocks`).
-    ///
-    /// # Errors
-    /// `out` is not touched on an error. [`Error::UnknownSequence`]; [`Error::Argument`] if `out` has another size
-    /// than ids × `max_blocks` or a table is longer than `max_blocks`.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 5, &mut Vec::new())?;
-    /// let mut tables = [0; 3];
-    /// manager.write_block_tables(&[1], 3, &mut tables)?;
-    /// assert_eq!(tables, [0, 1, -1]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn write_block_tables(&self, ids: &[SequenceId], max_blocks: usize, out: &mut [i32]) -> Result<()> {
-        if ids.len().checked_mul(max_blocks) != Some(out.len()) {
-            let wanted = format!("{} × {max_blocks} entries", ids.len());
-            return Err(Error::argument("out", wanted, out.len()));
-        }
-        let longest = self.longest_table(ids)?;
-        if longest > max_blocks {
-            return Err(Error::argument(
-                "max_blocks",
-                format!("at least {longest}, the longest table"),
-                max_blocks,
-            ));
-        }
-        if max_blocks == 0 {
-            return Ok(());
-        }
-        for (row, &id) in out.chunks_exact_mut(max_blocks).zip(ids) {
-            let table = self.block_table(id)?;
-            let (entries, padding) = row.split_at_mut(table.len());
-            for (entry, &block) in entries.iter_mut().zip(table) {
-                *entry = block as i32;
-            }
-            padding.fill(-1);
-        }
-        Ok(())
-    }
-
-    /// Writes the lengths of a batch into `out` [ids]. O(ids).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Argument`] if `out` has another size or a length does not fit an int32.
-    /// `out` may have been written up to the offending row.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 5, &mut Vec::new())?;
-    /// let mut lengths = [0];
-    /// manager.write_seq_lens(&[1], &mut lengths)?;
-    /// assert_eq!(lengths, [5]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn write_seq_lens(&self, ids: &[SequenceId], out: &mut [i32]) -> Result<()> {
-        if ids.len() != out.len() {
-            return Err(Error::argument("out", format!("{} entries", ids.len()), out.len()));
-        }
-        for (entry, &id) in out.iter_mut().zip(ids) {
-            let length = self.sequence_length(id)?;
-            *entry = i32::try_from(length).map_err(|_| {
-                Error::argument(
-                    "ids",
-                    "lengths that fit an int32",
-                    format!("{length} tokens in sequence {id}"),
-                )
-            })?;
-        }
-        Ok(())
     }
 
     // ---- blocks held by the caller ---------------------------------------------------------------------------------
@@ -494,135 +285,11 @@ impl BlockManager {
         Ok(self.pool.ref_count(block))
     }
 
-    // ---- figures ---------------------------------------------------------------------------------------------------
-
-    /// Blocks that can be handed out now. O(1).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// manager.allocate_block()?;
-    /// assert_eq!(manager.num_free_blocks(), 1);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn num_free_blocks(&self) -> u32 {
-        self.pool.num_free()
-    }
-
-    /// Sequences that exist. O(1).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// assert_eq!(manager.num_sequences(), 1);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
-    }
-
-    /// The free blocks in the order of hand-out, for people and lessons. O(N).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(4, 4)?)?;
-    /// for _ in 0..4 {
-    ///     manager.allocate_block()?;
-    /// }
-    /// for block in [2, 0, 3] {
-    ///     manager.free_block(block)?;
-    /// }
-    /// assert_eq!(manager.free_blocks(), [3, 0, 2]); // last freed first
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn free_blocks(&self) -> Vec<BlockId> {
-        self.pool.free_blocks().collect()
-    }
-
-    /// The counters. O(1).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(4, 4)?)?;
-    /// manager.allocate_block()?;
-    /// let stats = manager.stats();
-    /// assert_eq!((stats.live, stats.free, stats.peak_live), (1, 3, 1));
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        Stats {
-            num_blocks: u64::from(self.config.num_blocks()),
-            live: u64::from(self.pool.live),
-            cached: 0,
-            fenced: u64::from(self.pool.num_fenced()),
-            free: u64::from(self.pool.num_free()),
-            num_sequences: self.sequences.len() as u64,
-            num_copies: self.copies.num_owed_ever,
-            peak_live: u64::from(self.pool.peak_live),
-        }
-    }
-
-    /// Token positions of live blocks that hold no token, each physical block once, whoever fills it furthest; a block
-    /// held by a caller holds none. O(table entries).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(4, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 10, &mut Vec::new())?;
-    /// assert_eq!(manager.internal_fragmentation_tokens(), 2);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    #[must_use]
-    pub fn internal_fragmentation_tokens(&self) -> u64 {
-        let block_size = self.config.block_size();
-        let mut num_filled = 0;
-        let mut shared: FxHashMap<BlockId, u64> = FxHashMap::default();
-        for sequence in self.sequences.iter() {
-            let mut remaining = sequence.length;
-            for &block in &sequence.table {
-                let filled = remaining.min(block_size);
-                remaining -= filled;
-                if self.pool.ref_count(block) == 1 {
-                    num_filled += filled;
-                } else {
-                    let most = shared.entry(block).or_default();
-                    *most = filled.max(*most);
-                }
-            }
-        }
-        num_filled += shared.values().sum::<u64>();
-        u64::from(self.pool.live) * block_size - num_filled
-    }
-
-    /// Token positions of one sequence's blocks that it holds no token in. O(1).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(4, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 10, &mut Vec::new())?;
-    /// assert_eq!(manager.sequence_fragmentation_tokens(1)?, 2);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn sequence_fragmentation_tokens(&self, sequence_id: SequenceId) -> Result<u64> {
-        let sequence = self.sequences.get(sequence_id)?;
-        Ok(sequence.table.len() as u64 * self.config.block_size() - sequence.length)
-    }
-
     // ---- shared steps ----------------------------------------------------------------------------------------------
 
     fn check_new_id(&self, sequence_id: SequenceId, argument: &'static str) -> Result<()> {
         if sequence_id > MAX_SEQUENCE_ID {
-            return Err(Error::argument(argument, format!("an id from 0 to {MAX_SEQUENCE_ID}"), sequence_id));
+            return Err(Error::argument(argument, "an id in 0..2^63-1", sequence_id));
         }
         if self.sequences.contains(sequence_id) {
             return Err(Error::DuplicateSequence { sequence_id });
@@ -633,7 +300,7 @@ impl BlockManager {
     fn check_block(&self, block: BlockId) -> Result<()> {
         let last = self.config.num_blocks() - 1;
         if block > last {
-            return Err(Error::argument("block_id", format!("a block from 0 to {last}"), block));
+            return Err(Error::argument("block_id", format!("a block in 0..{last}"), block));
         }
         Ok(())
     }

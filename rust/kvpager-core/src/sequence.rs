@@ -25,8 +25,6 @@ pub(crate) struct Sequence {
     pub(crate) open: u64,
     /// While `open` > 0: the slot of position `length`.
     pub(crate) next_slot: Slot,
-    /// Counts up with each sequence made: the order of creation.
-    pub(crate) serial: u64,
     pub(crate) table: Vec<BlockId>,
 }
 
@@ -49,7 +47,6 @@ pub(crate) struct SequenceTable {
     pub(crate) row_of: FxHashMap<SequenceId, u32>,
     pub(crate) rows: Vec<Sequence>,
     pub(crate) vacant: Vec<u32>,
-    num_made: u64,
 }
 
 impl SequenceTable {
@@ -80,9 +77,7 @@ impl SequenceTable {
             self.rows.push(Sequence::default());
             self.rows.len() as u32 - 1
         });
-        let sequence = &mut self.rows[row as usize];
-        (sequence.id, sequence.serial) = (sequence_id, self.num_made);
-        self.num_made += 1;
+        self.rows[row as usize].id = sequence_id;
         self.row_of.insert(sequence_id, row);
         row
     }

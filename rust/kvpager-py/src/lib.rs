@@ -1,0 +1,27 @@
+//! `kvpager._core`: the Python binding of `kvpager-core`.
+//!
+//! A thin layer: each method converts its arguments, calls the core under the manager's one lock, and maps the error to
+//! its class in `kvpager.errors`. It decides nothing about blocks.
+//!
+//! * `arguments` reads single integers, `buffers` reads and writes arrays (numpy, `array`, CPU tensors, lists);
+//! * `failure` maps every error of the core to its Python class, and a panic to one too;
+//! * `manager` is the class, `stats` the frozen counters.
+
+mod arguments;
+mod buffers;
+mod failure;
+mod manager;
+mod stats;
+
+/// The Rust half of kvpager: integers only. `kvpager.KVBlockManager` builds on it.
+#[pyo3::pymodule(name = "_core")]
+mod module {
+    #[pymodule_export]
+    use crate::manager::KVBlockManager;
+    #[pymodule_export]
+    use crate::stats::PoolStats;
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}
