@@ -31,7 +31,17 @@ class Canvas:
         """A rectangle."""
         self.parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" stroke="{stroke}"/>')
 
-    def text(self, x: float, y: float, words: str, *, size: int = 14, fill: str = INK, anchor: str = "start", weight: str = "normal") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: int = 14,
+        fill: str = INK,
+        anchor: str = "start",
+        weight: str = "normal",
+    ) -> None:
         """One line of text; `anchor` says which end stands at x."""
         self.parts.append(
             f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
@@ -39,7 +49,9 @@ class Canvas:
 
     def arrow(self, path: str, stroke: str = INK, width: float = 1.5) -> None:
         """A path with a tip at its end."""
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" marker-end="url(#tip)"/>')
+        self.parts.append(
+            f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" marker-end="url(#tip)"/>'
+        )
 
     def svg(self) -> str:
         """The finished document."""
@@ -92,7 +104,9 @@ def draw_pool(canvas: Canvas, manager: KVBlockManager, left: float, top: float) 
             canvas.box(cell_x, y, CELL, CELL, fill=COLOURS[owner[slot][0]] if slot in owner else pale)
             if slot in owner:
                 canvas.text(cell_x + CELL / 2, y + 16, str(owner[slot][1]), anchor="middle", fill=PAPER, weight="bold")
-            canvas.text(cell_x + CELL / 2, y + 30, str(slot), anchor="middle", size=9, fill=PAPER if slot in owner else FAINT)
+            canvas.text(
+                cell_x + CELL / 2, y + 30, str(slot), anchor="middle", size=9, fill=PAPER if slot in owner else FAINT
+            )
 
 
 def draw_translation(canvas: Canvas, manager: KVBlockManager, left: float, top: float) -> None:

@@ -84,7 +84,7 @@ class Tokenizer:
         return self._chat_template is not None
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The text of a conversation as the model was trained to see it; encode it without special tokens.
 

@@ -15,16 +15,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.build import make_runner
 from kvpager.engine.outputs import RequestOutput, RunStats, StreamEvent
 from kvpager.engine.requests import Prompt, Request, RequestFactory
-from kvpager.errors import StateError
+from kvpager.errors import ConfigError, StateError
 from kvpager.loader import resolve_model
 from kvpager.sampling import SamplingParams, sample
-from kvpager.tokenizer import Tokenizer
+from kvpager.tokenizer import Message, Tokenizer
 
 
 class LLM:
@@ -105,6 +106,18 @@ class LLM:
         iterator ends all its requests.
         """
         return self._run(self._requests.make(prompts, sampling_params, max_tokens, temperature))
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation in the model's chat template; see `Tokenizer.apply_chat_template`.
+
+        Raises:
+            ConfigError: the model has no tokenizer or no chat template.
+            ArgumentError: the template refuses these messages.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"`{self.folder}` has no tokenizer.json")
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def sequence_state(self, request_id: str) -> SequenceState:
         """Length and block table of a running request, for people to look at.

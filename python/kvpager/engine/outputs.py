@@ -41,13 +41,15 @@ class StreamEvent:
         token_id: the token.
         text: what it adds to the text; empty while a character is short of bytes. All joined are the whole text.
         finish_reason: None until the request's last event.
+        output: the whole request, with its last event.
     """
 
     request_id: str
     index: int
     token_id: int
     text: str
-    finish_reason: str | None
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
 
 
 @dataclass

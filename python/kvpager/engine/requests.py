@@ -62,7 +62,10 @@ class Request:
 
     def last_event(self) -> StreamEvent:
         """What a stream tells about the token taken last."""
-        return StreamEvent(str(self.sequence_id), self.index, self.generated[-1], self.pieces[-1], self.finish_reason)
+        output = self.output() if self.finish_reason is not None else None
+        return StreamEvent(
+            str(self.sequence_id), self.index, self.generated[-1], self.pieces[-1], self.finish_reason, output
+        )
 
     def output(self) -> RequestOutput:
         """The request as its caller sees it."""

@@ -1,0 +1,5 @@
+"""``python -m kvpager`` is the command ``kvpager``."""
+
+from kvpager.cli import main
+
+main()
