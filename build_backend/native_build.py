@@ -1,0 +1,260 @@
+"""Builds csrc/ into the one native library, `_C.abi3.so`, against the stable ABI of the installed torch.
+
+`build_native(root, out)` is called by the build backend; `python build_backend/native_build.py` builds in place. Only
+a C++20 compiler and torch's headers are needed; where an nvcc is found (CUDA_HOME, CUDA_PATH, PATH, or the pip packages
+nvidia-cuda-nvcc and friends) the CUDA kernels are compiled in, with a static CUDA run time, so that the same library
+loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them.
+
+What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TORCH_TARGET = "0x020b000000000000"  # torch 2.11: the oldest whose stable ABI has all that csrc uses
+CUDA_ARCHS = {
+    "sm_80": "arch=compute_80,code=sm_80",
+    "sm_90": "arch=compute_90,code=sm_90",
+    "compute_90": "arch=compute_90,code=compute_90",  # PTX, compiled by the driver of any newer GPU
+}
+COMMON_FLAGS = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
+# -O3, not -O2: plain loops are vectorised only there. No fast-math: NaN and inf have meanings here.
+CXX_FLAGS = (*COMMON_FLAGS, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+NVCC_FLAGS = (*COMMON_FLAGS, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+COMPILE_JOBS = 2
+
+
+@dataclass
+class BuildReport:
+    """What a build did.
+
+    Attributes:
+        out: where the library was asked for.
+        built: whether it lies there now, up to date.
+        reason: why not; empty if built.
+        cuda: the GPU architectures compiled in; empty without CUDA kernels.
+        cuda_reason: why there are none; empty if there are.
+        compiled: sources that were compiled this time.
+        reused: sources whose objects were up to date.
+        seconds: wall time.
+    """
+
+    out: Path
+    built: bool = False
+    reason: str = ""
+    cuda: tuple[str, ...] = ()
+    cuda_reason: str = ""
+    compiled: list[str] = field(default_factory=list)
+    reused: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.built:
+            return f"native library not built: {self.reason}"
+        done = f"{len(self.compiled)} compiled, {len(self.reused)} up to date, {self.seconds:.1f} s"
+        cuda = f"CUDA kernels for {', '.join(self.cuda)}" if self.cuda else f"no CUDA kernels: {self.cuda_reason}"
+        return f"native library at {self.out} ({done}; {cuda})"
+
+
+class _BuildError(Exception):
+    """Why the library can't be built, in one message."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One source and the command that compiles it, up to `-c source -o object`."""
+
+    source: Path
+    command: tuple[str, ...]
+    object: Path
+
+
+def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport:
+    """Build csrc/ of the source tree `root` into the library `out`; see the module's header.
+
+    Returns at once when nothing changed. Never raises for what the machine lacks or a compiler refuses.
+    """
+    started = time.monotonic()
+    report = BuildReport(out)
+    cache = root / "build" / "native"
+    try:
+        torch_dir = _find_torch()
+        compiler = _find_compiler()
+        cache.mkdir(parents=True, exist_ok=True)
+        cuda_objects: list[Path] = []
+        cuda_flags: tuple[str, ...] = ()
+        link_cuda: tuple[str, ...] = ()
+        try:
+            cuda_home = _find_cuda()
+            cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home)
+            cuda_objects = _compile(cuda_steps, report, root, verbose)
+            report.cuda = tuple(CUDA_ARCHS)
+            cuda_flags = (f'-DKVPAGER_CUDA_ARCHS="{" ".join(CUDA_ARCHS)}"',)
+            link_cuda = (
+                *(f"-L{cuda_home / name}" for name in ("lib64", "lib")),
+                "-lcudart_static",
+                "-ldl",
+                "-lrt",
+                "-lpthread",
+            )
+        except _BuildError as error:
+            report.cuda_reason = str(error)
+        steps = _cpu_steps(root, cache, torch_dir, compiler, cuda_flags)
+        objects = _compile(steps, report, root, verbose) + cuda_objects
+        link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *link_cuda)
+        _link(link, cache, out, verbose)
+        report.built = True
+    except _BuildError as error:
+        report.reason = str(error)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _find_torch() -> Path:
+    """The folder of the installed torch, found without importing it (that takes a second)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise _BuildError("torch is not installed (`pip install 'torch>=2.11'`)")
+    folder = Path(spec.origin).parent
+    if not (folder / "include" / "torch" / "csrc" / "stable" / "ops.h").exists():
+        raise _BuildError(
+            f"torch {importlib.metadata.version('torch')} has no stable ABI headers; 2.11 or newer is needed"
+        )
+    return folder
+
+
+def _find_compiler() -> tuple[str, ...]:
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:
+        if shutil.which(asked[0]) is None:
+            raise _BuildError(f"`CXX` names `{asked[0]}`, which is not there")
+        return tuple(asked)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    raise _BuildError("no C++ compiler: none of c++, g++, clang++ in PATH (Debian, Ubuntu: `apt install g++`)")
+
+
+def _find_cuda() -> Path:
+    """The toolkit's root: the folder that holds bin/nvcc."""
+    candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        candidates.append(Path(nvcc).resolve().parents[1])
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        candidates += sorted(Path(folder).glob("cu*"))
+    for home in candidates:
+        if (home / "bin" / "nvcc").exists():
+            return home
+    raise _BuildError("no nvcc in CUDA_HOME, CUDA_PATH, PATH or the nvidia pip packages")
+
+
+def _cpu_steps(
+    root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], extra: tuple[str, ...]
+) -> list[_Step]:
+    command = (*compiler, *CXX_FLAGS, *extra, "-isystem", str(torch_dir / "include"))
+    sources = [root / "csrc" / "ops.cpp", *sorted((root / "csrc" / "cpu").glob("*.cpp"))]
+    return _steps(root, cache, sources, command, _version_of(compiler))
+
+
+def _cuda_steps(root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], cuda_home: Path) -> list[_Step]:
+    nvcc = str(cuda_home / "bin" / "nvcc")
+    archs = tuple(f"-gencode={arch}" for arch in CUDA_ARCHS.values())
+    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *archs, "-isystem", str(torch_dir / "include"))
+    sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
+    return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
+
+
+def _steps(root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str) -> list[_Step]:
+    """Each object is named by a hash of its source, every header, the command, the compiler's and torch's version."""
+    common = hashlib.sha256("\0".join((*command, version, importlib.metadata.version("torch"))).encode())
+    for header in sorted(p for p in (root / "csrc").rglob("*") if p.suffix in (".h", ".cuh")):
+        common.update(header.read_bytes())
+    steps = []
+    for source in sources:
+        digest = common.copy()
+        digest.update(source.read_bytes())
+        steps.append(_Step(source, command, cache / f"{source.stem}-{digest.hexdigest()[:20]}.o"))
+    return steps
+
+
+def _version_of(compiler: tuple[str, ...]) -> str:
+    return _run((*compiler, "--version"), "does not run", verbose=False)
+
+
+def _compile(steps: list[_Step], report: BuildReport, root: Path, verbose: bool) -> list[Path]:
+    """Compile what is not in the cache, a few at once; all of it or `_BuildError`."""
+    stale = [step for step in steps if not step.object.exists()]
+    report.reused += [str(step.source.relative_to(root)) for step in steps if step not in stale]
+
+    def compile_one(step: _Step) -> None:
+        name = str(step.source.relative_to(root))
+        for old in step.object.parent.glob(f"{step.source.stem}-*.o"):
+            if old.stem.rpartition("-")[0] == step.source.stem:
+                old.unlink(missing_ok=True)
+        partial = step.object.with_suffix(f".{os.getpid()}.partial")
+        _run((*step.command, "-c", str(step.source), "-o", str(partial)), f"could not compile {name}", verbose)
+        partial.replace(step.object)
+        report.compiled.append(name)
+
+    with ThreadPoolExecutor(COMPILE_JOBS) as pool:
+        list(pool.map(compile_one, stale))
+    return [step.object for step in steps]
+
+
+def _link(command: tuple[str, ...], cache: Path, out: Path, verbose: bool) -> None:
+    """Link into the cache, then put a copy at `out` by rename: a library that is loaded is not overwritten."""
+    linked = cache / f"_C-{hashlib.sha256(chr(0).join(command).encode()).hexdigest()[:20]}.so"
+    if not linked.exists():
+        for old in cache.glob("_C-*.so"):
+            old.unlink(missing_ok=True)
+        partial = linked.with_suffix(f".{os.getpid()}.partial")
+        _run((*command, "-o", str(partial)), "could not link the native library", verbose)
+        partial.replace(linked)
+    if out.exists() and out.read_bytes() == linked.read_bytes():
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    shutil.copyfile(linked, partial)
+    partial.replace(out)
+
+
+def _run(command: tuple[str, ...], failure: str, verbose: bool) -> str:
+    if verbose:
+        print(shlex.join(command), flush=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise _BuildError(f"{failure}: {error}") from error
+    if done.returncode:
+        raise _BuildError(f"{failure}:\n{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    if verbose:
+        print(done.stdout + done.stderr, end="", flush=True)
+    return done.stdout
+
+
+def main() -> int:
+    """Build in place; exit status 1 if that did not work."""
+    parser = argparse.ArgumentParser(description="Build csrc/ into python/kvpager/_C.abi3.so.")
+    parser.add_argument("--verbose", action="store_true", help="show the commands and what compilers say")
+    parser.add_argument("--require-cuda", action="store_true", help="fail if the CUDA kernels can't be compiled in")
+    options = parser.parse_args()
+    root = Path(__file__).resolve().parents[1]
+    report = build_native(root, root / "python" / "kvpager" / "_C.abi3.so", verbose=options.verbose)
+    print(report)
+    return 0 if report.built and (report.cuda or not options.require_cuda) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+// The CPU ops that move rows: writing tokens into slots, copying blocks, merging two partial results.
+#include <algorithm>
+#include <unordered_set>
+
+#include "../checks.h"
+#include "kernels.h"
+
+namespace kvpager::cpu {
+namespace {
+
+constexpr int64_t kGrainElements = 1 << 14;  // elements a thread should move at least, so that small calls stay on one
+
+int64_t grain_rows(int64_t elements_per_row) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_row)); }
+
+}  // namespace
+
+template <class T>
+void write_kv(const WriteParams<T>& p) {
+  const PoolShape& pool = p.pool;
+  const int64_t num_slots = pool.num_blocks * pool.block_size;
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    const int64_t slot = p.slot_mapping[token];
+    if (slot < -1 || slot >= num_slots)
+      fail_slot("slot_mapping", "-1 or a slot below " + std::to_string(num_slots),
+                std::to_string(slot) + " at token " + std::to_string(token));
+  }
+  const int64_t grain = grain_rows(2 * pool.num_kv_heads * pool.head_dim);
+  torch::stable::parallel_for(0, p.num_tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = p.slot_mapping[token];
+      if (slot < 0) continue;
+      // In bounds: 0 <= slot < N * S was checked above, so block < N and offset < S; token < num_tokens <= rows of key.
+      const int64_t block = slot / pool.block_size, offset = slot % pool.block_size;
+      for (int64_t head = 0; head < pool.num_kv_heads; ++head) {
+        std::copy_n(p.key.at(token, head), pool.head_dim, p.key_cache.at(block, head, offset));
+        std::copy_n(p.value.at(token, head), pool.head_dim, p.value_cache.at(block, head, offset));
+      }
+    }
+  });
+}
+
+template void write_kv(const WriteParams<uint16_t>&);
+template void write_kv(const WriteParams<uint32_t>&);
+template void write_kv(const WriteParams<uint64_t>&);
+
+template <class T>
+void merge_attention(const MergeParams<T>& p) {
+  using A = accumulate_t<T>;
+  torch::stable::parallel_for(0, p.num_tokens, grain_rows(p.num_heads * p.head_dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token)
+      for (int64_t head = 0; head < p.num_heads; ++head) {
+        const auto weights = merge_weights<A>(p.lse_a.at(token, head), p.lse_b.at(token, head));
+        // In bounds: all rows are [num_tokens, num_heads, head_dim], checked by merge_params.
+        const T *a = p.out_a.at(token, head), *b = p.out_b.at(token, head);
+        T* out = p.out.at(token, head);
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          // An empty part is not read: it may hold NaN.
+          const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0), part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
+          out[d] = narrow<T>(part_a + part_b);
+        }
+        if (p.lse.data) p.lse.at(token, head) = weights.lse;
+      }
+  });
+}
+
+template void merge_attention(const MergeParams<float>&);
+template void merge_attention(const MergeParams<double>&);
+template void merge_attention(const MergeParams<float16>&);
+template void merge_attention(const MergeParams<bfloat16>&);
+
+void check_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_blocks) {
+  std::unordered_set<int64_t> sources, destinations;
+  for (int64_t row = 0; row < num_pairs; ++row) {
+    for (int64_t column = 0; column < 2; ++column)
+      if (pairs.at(row, column) < 0 || pairs.at(row, column) >= num_blocks)
+        fail_slot("pairs", "block ids of 0 to " + std::to_string(num_blocks - 1),
+                  std::to_string(pairs.at(row, column)) + " at row " + std::to_string(row));
+    sources.insert(pairs.at(row, 0));
+  }
+  for (int64_t row = 0; row < num_pairs; ++row)
+    if (sources.count(pairs.at(row, 1)) || !destinations.insert(pairs.at(row, 1)).second)
+      fail_argument("pairs", "destinations that are no source and named once",
+                    "block " + std::to_string(pairs.at(row, 1)) + " at row " + std::to_string(row));
+}
+
+void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, const Grid<const int64_t>& pairs,
+                 int64_t num_pairs) {
+  // A run: the elements of the last merged dimension, when they lie against each other.
+  const bool packed = shape.num_inner > 0 && shape.strides[shape.num_inner - 1] == 1;
+  const int64_t run = packed ? shape.sizes[shape.num_inner - 1] : 1;
+  torch::stable::parallel_for(0, num_pairs, grain_rows(shape.elements), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      // In bounds: check_pairs has found both blocks in the pool, and offset() of an element below `elements` stays
+      // within a block. Source and destination are different blocks, so the ranges are disjoint.
+      const char* source = data + pairs.at(row, 0) * shape.block_stride * element_bytes;
+      char* destination = data + pairs.at(row, 1) * shape.block_stride * element_bytes;
+      for (int64_t element = 0; element < shape.elements; element += run) {
+        const int64_t at = shape.offset(element) * element_bytes;
+        memcpy(destination + at, source + at, run * element_bytes);
+      }
+    }
+  });
+}
+
+}  // namespace kvpager::cpu

@@ -1,0 +1,77 @@
+// 16-bit floats as bits, and their conversions: the same source for the host compiler, nvcc and the emulator.
+//
+// `accumulate_t<T>` is the type of all arithmetic over T: float, or double for double.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define KVPAGER_HD __host__ __device__ __forceinline__
+#else
+#define KVPAGER_HD inline
+#endif
+
+namespace kvpager {
+
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+template <class T>
+using accumulate_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+KVPAGER_HD uint32_t float_bits(float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
+KVPAGER_HD float float_of_bits(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+KVPAGER_HD float widen(float number) { return number; }
+KVPAGER_HD double widen(double number) { return number; }
+KVPAGER_HD float widen(bfloat16 number) { return float_of_bits(uint32_t{number.bits} << 16); }
+
+KVPAGER_HD float widen(float16 number) {
+  const uint32_t sign = uint32_t{number.bits} << 16 & 0x80000000u, magnitude = number.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);  // inf, NaN
+  if (magnitude >= 0x0400u) return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));  // bias 15 -> 127
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  return sign ? -subnormal : subnormal;
+}
+
+// narrow<T>(x): nearest T, ties to even; NaN stays NaN, overflow becomes inf.
+template <class T>
+KVPAGER_HD T narrow(accumulate_t<T> number) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    const uint32_t bits = float_bits(number);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bfloat16{static_cast<uint16_t>(bits >> 16 | 0x40u)};
+    return bfloat16{static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+  } else if constexpr (std::is_same_v<T, float16>) {
+    const uint32_t bits = float_bits(number), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t result;
+    if (magnitude > 0x7f800000u) {
+      result = 0x7e00u;
+    } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to inf
+      result = 0x7c00u;
+    } else if (magnitude < 0x38800000u) {  // below 2^-14: one unit in the last place of 0.5 is a subnormal's step, 2^-24
+      result = float_bits(float_of_bits(magnitude) + 0.5f) - float_bits(0.5f);
+    } else {
+      result = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+    }
+    return float16{static_cast<uint16_t>(sign | result)};
+  } else {
+    return number;
+  }
+}
+
+}  // namespace kvpager

@@ -1,0 +1,89 @@
+// The CPU entry points of the ops, and what this library says about itself.
+//
+// The schemas stand in Python (python/kvpager/ops/schemas.py); a function here takes the arguments of its schema in
+// order, checks them (checks.h), picks the type and calls the kernel. Stable ABI only: no ATen, no c10.
+#include "checks.h"
+#include "cpu/kernels.h"
+
+namespace kvpager {
+namespace {
+
+void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) {
+  with_bits_type("key_cache", key_cache.element_size(), [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (sizeof(T) > 1) {
+      cpu::write_kv(write_params<T>(key, value, key_cache, value_cache, slot_mapping));
+    } else {
+      fail_argument("key_cache", "elements of 2, 4 or 8 bytes", "1");
+    }
+  });
+}
+
+void attend(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query, const Tensor& key_cache,
+            const Tensor& value_cache, const Tensor& block_tables, const std::optional<Tensor>& query_start_loc,
+            const Tensor& seq_lens, const std::optional<Tensor>& sinks, const AttentionOptions& options) {
+  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
+    cpu::attention(attention_params<decltype(zero)>(out, lse, query, key_cache, value_cache, block_tables,
+                                                    query_start_loc, seq_lens, sinks, options));
+  });
+}
+
+void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
+                     Tensor block_tables, Tensor seq_lens, double scale, int64_t max_seq_len, int64_t window,
+                     double softcap, std::optional<Tensor> sinks) {
+  attend(out, lse, query, key_cache, value_cache, block_tables, std::nullopt, seq_lens, sinks,
+         {scale, 1, max_seq_len, window, softcap});
+}
+
+void paged_prefill(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
+                   Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, double scale, int64_t max_query_len,
+                   int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks) {
+  attend(out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks,
+         {scale, max_query_len, max_seq_len, window, softcap});
+}
+
+void merge_attention(Tensor out, std::optional<Tensor> lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {
+  with_float_type("out", out.scalar_type(), [&](auto zero) {
+    cpu::merge_attention(merge_params<decltype(zero)>(out, lse, out_a, lse_a, out_b, lse_b));
+  });
+}
+
+void copy_blocks(std::vector<Tensor> caches, Tensor pairs) {
+  check_copy(caches, pairs);
+  std::vector<CopyShape> shapes;
+  for (const Tensor& cache : caches) shapes.push_back(copy_shape(cache));  // all are checked before one is written
+  const auto grid = grid_of<int64_t>(pairs);
+  cpu::check_pairs(grid, pairs.size(0), caches[0].size(0));
+  for (size_t i = 0; i < caches.size(); ++i)
+    cpu::copy_blocks(static_cast<char*>(caches[i].mutable_data_ptr()), shapes[i], caches[i].element_size(), grid,
+                     pairs.size(0));
+}
+
+// Nothing is ever pending on the CPU: its kernels raise at once.
+void take_errors(Tensor word) {
+  check_tensor("word", word, ScalarType::Long, word, {1});
+  *static_cast<int64_t*>(word.mutable_data_ptr()) = 0;
+}
+
+}  // namespace
+}  // namespace kvpager
+
+STABLE_TORCH_LIBRARY_IMPL(kvpager, CPU, library) {
+  library.impl("write_kv", TORCH_BOX(&kvpager::write_kv));
+  library.impl("paged_attention", TORCH_BOX(&kvpager::paged_attention));
+  library.impl("paged_prefill", TORCH_BOX(&kvpager::paged_prefill));
+  library.impl("merge_attention", TORCH_BOX(&kvpager::merge_attention));
+  library.impl("copy_blocks", TORCH_BOX(&kvpager::copy_blocks));
+  library.impl("take_errors", TORCH_BOX(&kvpager::take_errors));
+}
+
+// Read by kvpager/native.py: what the library was built with.
+#define KVPAGER_STRINGIZE_(x) #x
+#define KVPAGER_STRINGIZE(x) KVPAGER_STRINGIZE_(x)
+extern "C" __attribute__((visibility("default"))) const char* kvpager_build_info() {
+  return "torch abi target " KVPAGER_STRINGIZE(TORCH_TARGET_VERSION) ", compiler " __VERSION__ ", cpu baseline"
+#if defined(KVPAGER_CUDA_ARCHS)
+      ", cuda " KVPAGER_CUDA_ARCHS
+#endif
+      ;
+}

@@ -1,0 +1,124 @@
+// What a kernel is given: raw pointers with element strides, free of any framework, for the CPU and CUDA alike.
+//
+// Letters as in docs/design.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size,
+// M blocks per table row. The last dimension of every float tensor is contiguous. All offsets are 64-bit: block * stride
+// passes 2^31 on real pools. `at` is in bounds when its indices are below the sizes named beside it; whoever calls it
+// says why they are.
+#pragma once
+#include "numbers.h"
+
+namespace kvpager {
+
+// [rows, heads, D]
+template <class T>
+struct Rows {
+  T* data;
+  int64_t row_stride, head_stride;
+  KVPAGER_HD T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// [N, K, S, D]
+template <class T>
+struct Cache {
+  T* data;
+  int64_t block_stride, head_stride, slot_stride;
+  KVPAGER_HD T* at(int64_t block, int64_t head, int64_t offset) const {
+    return data + block * block_stride + head * head_stride + offset * slot_stride;
+  }
+};
+
+// [n]
+template <class T>
+struct List {
+  const T* data;
+  int64_t stride;
+  KVPAGER_HD T operator[](int64_t index) const { return data[index * stride]; }
+};
+
+// [rows, columns]
+template <class T>
+struct Grid {
+  T* data;
+  int64_t row_stride, column_stride;
+  KVPAGER_HD T& at(int64_t row, int64_t column) const { return data[row * row_stride + column * column_stride]; }
+};
+
+struct PoolShape {
+  int64_t num_blocks, num_kv_heads, block_size, head_dim;
+};
+
+// T here is an unsigned integer as wide as an element: a write copies bits.
+template <class T>
+struct WriteParams {
+  Rows<const T> key, value;         // [>= num_tokens, K, D]
+  Cache<T> key_cache, value_cache;  // [N, K, S, D]
+  List<int64_t> slot_mapping;       // [num_tokens]
+  int64_t num_tokens;
+  PoolShape pool;
+};
+
+template <class T>
+struct AttentionParams {
+  Rows<T> out;                          // [num_tokens, H, D]
+  Grid<accumulate_t<T>> lse;            // [num_tokens, H]; data is null if not wanted
+  Rows<const T> query;                  // [num_tokens, H, D]
+  Cache<const T> key_cache, value_cache;
+  Grid<const int32_t> block_tables;     // [num_sequences, max_blocks]
+  List<int32_t> query_start_loc;        // [num_sequences + 1]; data is null if row b is the one query of sequence b
+  List<int32_t> seq_lens;               // [num_sequences]
+  List<accumulate_t<T>> sinks;          // [H]; data is null if there are none
+  int64_t num_tokens, num_sequences, num_heads, max_blocks;
+  int64_t max_query_len, max_seq_len;
+  int64_t window;                       // 0 = all
+  PoolShape pool;
+  accumulate_t<T> scale, softcap;       // softcap 0 = none
+
+  // First position that a query at `position` sees.
+  KVPAGER_HD int64_t first_visible(int64_t position) const {
+    return window > 0 && position + 1 > window ? position + 1 - window : 0;
+  }
+};
+
+template <class T>
+struct MergeParams {
+  Rows<T> out;                             // [num_tokens, H, D]; may be out_a or out_b
+  Grid<accumulate_t<T>> lse;               // [num_tokens, H]; data is null if not wanted; may be lse_a or lse_b
+  Rows<const T> out_a, out_b;
+  Grid<const accumulate_t<T>> lse_a, lse_b;
+  int64_t num_tokens, num_heads, head_dim;
+};
+
+// One cache [N, inner...] of `copy_blocks`: element strides of the inner dimensions, contiguous ones merged.
+struct CopyShape {
+  static constexpr int kMaxInner = 7;
+  int64_t num_blocks, block_stride, num_inner, elements;  // elements: of one block
+  int64_t sizes[kMaxInner], strides[kMaxInner];
+
+  // Offset within a block of its element number `index` < elements.
+  KVPAGER_HD int64_t offset(int64_t index) const {
+    int64_t at = 0;
+    for (int64_t dim = num_inner - 1; dim >= 0; --dim) {
+      at += index % sizes[dim] * strides[dim];
+      index /= sizes[dim];
+    }
+    return at;
+  }
+};
+
+// Merging two results by log-sum-exp: weights of both parts and the common lse. An empty part (lse -inf) weighs 0.
+template <class A>
+struct MergeWeights {
+  A a, b, lse;
+};
+
+template <class A>
+KVPAGER_HD MergeWeights<A> merge_weights(A lse_a, A lse_b) {
+  const A top = lse_a > lse_b ? lse_a : lse_b;
+  if (top == -INFINITY) return {A(0), A(0), top};  // both empty: -inf - -inf would be NaN
+  using std::exp;
+  using std::log;
+  const A a = exp(lse_a - top), b = exp(lse_b - top), sum = a + b;
+  return {a / sum, b / sum, top + log(sum)};
+}
+
+}  // namespace kvpager
