@@ -202,9 +202,9 @@ class KVBlockManager(_core.KVBlockManager):
 
     @property
     def sequences(self) -> Mapping[int, SequenceState]:
-        """All sequences by id, ids ascending: a read-only view that follows the manager and gives frozen snapshots.
+        """All sequences by id, ids ascending: a read-only view that gives frozen snapshots.
 
-        Cost: a snapshot O(blocks of the sequence), a walk over ids O(sequences * log).
+        Cost: a snapshot O(blocks of the sequence), a walk over ids O(sequences log sequences).
         """
         return _SequenceView(self)
 
@@ -227,7 +227,7 @@ class _SequenceView(Mapping[int, SequenceState]):
     def __getitem__(self, sequence_id: int) -> SequenceState:
         try:
             length, table = self._manager.sequence_state(sequence_id)
-        except ArgumentError:  # not even an id
+        except (ArgumentError, TypeError):  # not even an id
             raise KeyError(sequence_id) from None
         return SequenceState(operator.index(sequence_id), length, tuple(table))
 
@@ -291,7 +291,7 @@ def _refuse_device(device: object) -> None:
 
 
 def _read_width(max_blocks: int, longest: int) -> int:
-    wanted = f"at least the longest table ({longest} blocks)"
+    wanted = f"at least {longest}, the longest table"
     try:
         width = operator.index(max_blocks)
     except TypeError:

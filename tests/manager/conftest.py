@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
-
 import kvpager.block_manager
 import kvpager.reference
+import pytest
 
 Make = Callable[..., Any]
 

@@ -1,7 +1,6 @@
 """Errors are part of the contract: class, text and values, the same from both implementations."""
 
 import pytest
-
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
@@ -27,18 +26,17 @@ def manager(make):
 ARGUMENT_ERRORS = {
     "`sequence_id`: wanted an id in 0..2^63-1, got -1": lambda m: m.create_sequence(-1),
     "`sequence_id`: wanted an id in 0..2^63-1, got 9223372036854775808": lambda m: m.append_token(2**63),
-    "`sequence_id`: wanted an id in 0..2^63-1, got str": lambda m: m.append_token("1"),
     "`parent`: wanted an id in 0..2^63-1, got -1": lambda m: m.fork_sequence(-1, 3),
     "`child`: wanted an id in 0..2^63-1, got -1": lambda m: m.fork_sequence(1, -1),
     "`ids`: wanted an id in 0..2^63-1, got -1": lambda m: m.get_seq_lens_tensor([1, -1]),
     "`n`: wanted a count in 0..2^63-1, got -1": lambda m: m.append_tokens(1, -1),
-    "`n`: wanted 0 <= n <= length (6), got 7": lambda m: m.truncate_sequence(1, 7),
-    "`n`: wanted computed (6) <= n <= length (6), got 5": lambda m: m.commit(1, 5),
-    "`num_tokens`: wanted 0 <= num_tokens <= length (6), got 7": lambda m: m.fork_sequence(1, 3, 7),
+    "`n`: wanted 0 to 6 tokens, got 7": lambda m: m.truncate_sequence(1, 7),
+    "`n`: wanted 6 to 6 tokens, got 5": lambda m: m.commit(1, 5),
+    "`num_tokens`: wanted 0 to 6 tokens, got 8": lambda m: m.fork_sequence(1, 3, 8),
     "`counts`: wanted a count in 0..2^63-1, got -1": lambda m: m.slot_mapping_for_append([1, 2], [1, -1]),
-    "`counts`: wanted one count for each of 2 ids, got 1": lambda m: m.slot_mapping_for_append([1, 2], [1]),
+    "`counts`: wanted one count for each of 2 ids, got 1 counts": lambda m: m.slot_mapping_for_append([1, 2], [1]),
     "`block_id`: wanted a block in 0..3, got 4": lambda m: m.free_block(4),
-    "`max_blocks`: wanted at least the longest table (2 blocks), got 1": lambda m: m.get_block_table_tensor([1], 1),
+    "`max_blocks`: wanted at least 2, the longest table, got 1": lambda m: m.get_block_table_tensor([1], 1),
     "`device`: wanted None together with `out`, got cpu": lambda m: m.get_seq_lens_tensor([], device="cpu", out=b""),
 }
 
@@ -114,11 +112,11 @@ def test_sequence_errors(manager, error, text, call):
         (StateError, "block 3 is not held by a caller", lambda m: m.free_block(3)),
         (
             StateError,
-            "block 2 is the destination of a copy that is not taken yet",
+            "sequence 2 can't be forked here: block 2 still waits for its copy of block 1 (run `take_copies` first)",
             lambda m: m.fork_sequence(2, 3),
         ),
-        (SlotError, "position 6 is outside of sequence 1 of length 6", lambda m: m.locate(1, 6)),
-        (SlotError, "positions 4..7 are outside of sequence 1 of length 6", lambda m: m.slots(1, 4, 7)),
+        (SlotError, "position 6 is past the 6 tokens of sequence 1", lambda m: m.locate(1, 6)),
+        (SlotError, "positions 4 to 7 are not a range of the 6 tokens of sequence 1", lambda m: m.slots(1, 4, 7)),
     ],
 )
 def test_state_and_slot_errors(manager, error, text, call):
@@ -130,10 +128,10 @@ def test_state_and_slot_errors(manager, error, text, call):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((0, 4), "`num_physical_blocks`: wanted 1..2147483647, got 0"),
-        ((2**31, 4), "`num_physical_blocks`: wanted 1..2147483647, got 2147483648"),
-        ((4, 0), "`block_size`: wanted at least 1, got 0"),
-        ((4, 2**61), "`num_physical_blocks` * `block_size`: wanted at most 2^63-1 slots, got 9223372036854775808"),
+        ((0, 4), "`num_physical_blocks`: wanted 1 to 2147483647 blocks, got 0"),
+        ((2**31, 4), "`num_physical_blocks`: wanted 1 to 2147483647 blocks, got 2147483648"),
+        ((4, 0), "`block_size`: wanted at least 1 token, got 0"),
+        ((4, 2**61), "4 blocks of 2305843009213693952 tokens: the slots don't fit a 64-bit integer"),
     ],
 )
 def test_config_error(make, arguments, text):

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvpager.errors import (
+    ArgumentError,
     ConfigError,
     DuplicateSequenceError,
     OutOfBlocksError,
@@ -31,12 +32,12 @@ from kvpager.errors import (
     StateError,
     UnknownSequenceError,
 )
+from kvpager.reference.arguments import COUNT, ID, MAX_INT64, check_length, read_natural, read_position
 from kvpager.reference.audit import find_broken_invariants
 from kvpager.reference.snapshots import PoolStats, SequenceState, SequenceView
-from kvpager.reference.tensors import TensorFace, read_integer
+from kvpager.reference.tensors import TensorFace
 
 MAX_BLOCKS = 2**31 - 1  # block ids are int32 in the tables that kernels read
-MAX_INT64 = 2**63 - 1  # slots are int64 in slot mappings; so are sequence ids
 
 
 @dataclass(slots=True)
@@ -53,12 +54,12 @@ class KVBlockManager(TensorFace):
     def __init__(self, num_physical_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
         if not 1 <= num_physical_blocks <= MAX_BLOCKS:
-            raise ConfigError(f"`num_physical_blocks`: wanted 1..{MAX_BLOCKS}, got {num_physical_blocks}")
+            raise ConfigError(f"`num_physical_blocks`: wanted 1 to {MAX_BLOCKS} blocks, got {num_physical_blocks}")
         if block_size < 1:
-            raise ConfigError(f"`block_size`: wanted at least 1, got {block_size}")
+            raise ConfigError(f"`block_size`: wanted at least 1 token, got {block_size}")
         if num_physical_blocks * block_size > MAX_INT64:
-            slots = num_physical_blocks * block_size
-            raise ConfigError(f"`num_physical_blocks` * `block_size`: wanted at most 2^63-1 slots, got {slots}")
+            shape = f"{num_physical_blocks} blocks of {block_size} tokens"
+            raise ConfigError(f"{shape}: the slots don't fit a 64-bit integer")
         if enable_prefix_caching:
             raise ConfigError("`enable_prefix_caching`: arrives with the prefix index, pass False")
         self.num_blocks = num_physical_blocks
@@ -89,7 +90,10 @@ class KVBlockManager(TensorFace):
 
     def free_block(self, block_id: int) -> None:
         """Give back a block got from `allocate_block`. O(1)."""
-        block = read_integer("block_id", block_id, 0, self.num_blocks - 1, f"a block in 0..{self.num_blocks - 1}")
+        wanted = f"a block in 0..{self.num_blocks - 1}"
+        block = read_natural("block_id", block_id, wanted)
+        if block >= self.num_blocks:
+            raise ArgumentError("block_id", wanted, block)
         if block not in self._held_by_caller:
             raise StateError(f"block {block} is not held by a caller")
         self._held_by_caller.remove(block)
@@ -127,7 +131,9 @@ class KVBlockManager(TensorFace):
 
     def create_sequence(self, sequence_id: int) -> None:
         """Start an empty sequence. It holds no block until its first token. O(1)."""
-        self._sequences[self._new_id("sequence_id", sequence_id)] = _Sequence()
+        sequence_id = read_natural("sequence_id", sequence_id, ID)
+        self._check_new(sequence_id)
+        self._sequences[sequence_id] = _Sequence()
 
     def append_token(self, sequence_id: int) -> int:
         """Give the next position of a sequence its slot. O(1)."""
@@ -135,45 +141,46 @@ class KVBlockManager(TensorFace):
 
     def append_tokens(self, sequence_id: int, n: int) -> list[int]:
         """Give the next `n` positions their slots. O(n)."""
-        sequence_id = self._read_id("sequence_id", sequence_id)
-        count = read_integer("n", n, 0, MAX_INT64, "a count in 0..2^63-1")
+        work = [(read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT))]
         self._find(sequence_id)
-        needed, _ = self._demand([(sequence_id, count)])
+        needed, _ = self._demand(work)
         self._require(needed)
-        return self._append_rows([(sequence_id, count)])
+        return self._append_rows(work)
 
     def release_sequence(self, sequence_id: int) -> None:
         """Forget a sequence and give its blocks back, last block first. O(blocks)."""
-        sequence_id = self._read_id("sequence_id", sequence_id)
         self._cut(self._find(sequence_id), 0)
         del self._sequences[sequence_id]
 
     def truncate_sequence(self, sequence_id: int, n: int) -> None:
-        """Roll back to the first `n` tokens (rejected drafts, beams), surplus blocks last first. O(blocks freed)."""
-        sequence = self._find(self._read_id("sequence_id", sequence_id))
-        self._cut(sequence, read_integer("n", n, 0, sequence.length, f"0 <= n <= length ({sequence.length})"))
+        """Roll back to the first `n` tokens (rejected drafts, say), surplus blocks last first. O(blocks freed)."""
+        sequence_id, length = read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT)
+        sequence = self._find(sequence_id)
+        check_length("n", length, 0, sequence.length)
+        self._cut(sequence, length)
 
     def commit(self, sequence_id: int, n: int) -> None:
-        """Say that the first `n` tokens are written. Without the prefix index that is a check and changes nothing."""
-        length = self._find(self._read_id("sequence_id", sequence_id)).length
-        read_integer("n", n, length, length, f"computed ({length}) <= n <= length ({length})")
+        """Say that the first `n` tokens are written. Without the prefix index that only checks the number."""
+        sequence_id, committed = read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT)
+        length = self._find(sequence_id).length
+        check_length("n", committed, length, length)  # from the computed tokens to the length: here the two are one
 
     def fork_sequence(self, parent: int, child: int, num_tokens: int | None = None) -> None:
         """Start `child` with the first `num_tokens` tokens of `parent` (default: all), sharing blocks. O(blocks).
 
         Nothing is copied now, the partly filled tail included: whoever appends to it first gets his own copy then.
         """
-        parent = self._read_id("parent", parent)
-        child = self._read_id("child", child)
+        parent, child = read_natural("parent", parent, ID), read_natural("child", child, ID)
+        length = None if num_tokens is None else read_natural("num_tokens", num_tokens, COUNT)
         source = self._find(parent)
-        self._new_id("child", child)
-        length = source.length
-        if num_tokens is not None:
-            length = read_integer("num_tokens", num_tokens, 0, length, f"0 <= num_tokens <= length ({length})")
+        self._check_new(child)
+        length = source.length if length is None else length
+        check_length("num_tokens", length, 0, source.length)
         shared = source.table[: self._blocks_for(length)]
         for block in shared:
             if block in self._owed:  # the child would read what is not copied yet
-                raise StateError(f"block {block} is the destination of a copy that is not taken yet")
+                wait = f"block {block} still waits for its copy of block {self._owed[block]}"
+                raise StateError(f"sequence {parent} can't be forked here: {wait} (run `take_copies` first)")
         for block in shared:
             self._ref_counts[block] += 1
         self._sequences[child] = _Sequence(length, shared)
@@ -240,26 +247,30 @@ class KVBlockManager(TensorFace):
 
     def locate(self, sequence_id: int, position: int) -> tuple[int, int]:
         """(physical block, offset in it) of a token that exists. O(1)."""
-        sequence = self._find(self._read_id("sequence_id", sequence_id))
-        if not 0 <= position < sequence.length:
-            raise SlotError(f"position {position} is outside of sequence {sequence_id} of length {sequence.length}")
+        sequence_id, position = read_natural("sequence_id", sequence_id, ID), read_position("position", position)
+        sequence = self._find(sequence_id)
+        if position >= sequence.length:
+            raise SlotError(f"position {position} is past the {sequence.length} tokens of sequence {sequence_id}")
         return sequence.table[position // self.block_size], position % self.block_size
 
     def slots(self, sequence_id: int, start: int, stop: int) -> list[int]:
         """Slots of the existing tokens `start` to `stop` (exclusive). O(stop - start)."""
-        length = self.sequence_length(sequence_id)
-        if not 0 <= start <= stop <= length:
-            raise SlotError(f"positions {start}..{stop} are outside of sequence {sequence_id} of length {length}")
+        sequence_id = read_natural("sequence_id", sequence_id, ID)
+        start, stop = read_position("start", start), read_position("stop", stop)
+        length = self._find(sequence_id).length
+        if not start <= stop <= length:
+            wrong = f"positions {start} to {stop} are not a range"
+            raise SlotError(f"{wrong} of the {length} tokens of sequence {sequence_id}")
         places = [self.locate(sequence_id, position) for position in range(start, stop)]
         return [block * self.block_size + offset for block, offset in places]
 
     def sequence_length(self, sequence_id: int) -> int:
         """Tokens that own a slot: the position of the next append."""
-        return self._find(self._read_id("sequence_id", sequence_id)).length
+        return self._find(sequence_id).length
 
     def block_table(self, sequence_id: int) -> list[int]:
         """The physical blocks of a sequence, logical block 0 first."""
-        return list(self._find(self._read_id("sequence_id", sequence_id)).table)
+        return list(self._find(sequence_id).table)
 
     def sequence_ids(self) -> list[int]:
         """Ids of all sequences, ascending."""
@@ -311,7 +322,7 @@ class KVBlockManager(TensorFace):
         lengths: that is what paging buys.
         """
         if sequence_id is not None:
-            sequence = self._find(self._read_id("sequence_id", sequence_id))
+            sequence = self._find(sequence_id)
             return len(sequence.table) * self.block_size - sequence.length
         filled: dict[int, int] = {}  # a shared block is as full as its longest holder makes it
         for sequence in self._sequences.values():
@@ -339,16 +350,12 @@ class KVBlockManager(TensorFace):
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)  # rounded up
 
-    def _read_id(self, argument: str, value: int) -> int:
-        return read_integer(argument, value, 0, MAX_INT64, "an id in 0..2^63-1")
-
-    def _new_id(self, argument: str, value: int) -> int:
-        sequence_id = self._read_id(argument, value)
+    def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self._sequences:
             raise DuplicateSequenceError(sequence_id)
-        return sequence_id
 
     def _find(self, sequence_id: int) -> _Sequence:
-        if sequence_id not in self._sequences:
+        sequence = self._sequences.get(read_natural("sequence_id", sequence_id, ID))
+        if sequence is None:
             raise UnknownSequenceError(sequence_id)
-        return self._sequences[sequence_id]
+        return sequence

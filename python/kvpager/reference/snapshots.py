@@ -42,7 +42,7 @@ class SequenceView(Mapping[int, SequenceState]):
     def __getitem__(self, sequence_id: int) -> SequenceState:
         try:
             table = tuple(self._manager.block_table(sequence_id))
-        except ArgumentError:  # not even an id
+        except (ArgumentError, TypeError):  # not even an id
             raise KeyError(sequence_id) from None
         return SequenceState(sequence_id, self._manager.sequence_length(sequence_id), table)
 

@@ -1,0 +1,87 @@
+"""What callers pass in, read once and checked: integers, rows of integers, buffers.
+
+A number out of range is an ArgumentError that names the parameter; what is no number at all is a TypeError.
+"""
+
+import operator
+import sys
+from typing import Any, cast
+
+from kvpager.errors import ArgumentError, SlotError
+
+MAX_INT64 = 2**63 - 1  # slots are int64 in slot mappings, so are sequence ids
+ID = "an id in 0..2^63-1"
+COUNT = "a count in 0..2^63-1"
+
+# Formats of the buffer protocol (those of the `struct` module) on machines where a C long has 64 bits.
+INT64_FORMATS = ("q", "l")
+INT32_FORMATS = ("i",)
+_READABLE = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints"
+
+
+def read_natural(argument: str, value: object, wanted: str) -> int:
+    """`value` as an int in 0..2^63-1."""
+    integer = _read_int(argument, value)
+    if not 0 <= integer <= MAX_INT64:
+        raise ArgumentError(argument, wanted, integer)
+    return integer
+
+
+def read_position(argument: str, value: object) -> int:
+    """`value` as a position that some sequence could have."""
+    position = _read_int(argument, value)
+    if not 0 <= position <= MAX_INT64:
+        raise SlotError(f"`{argument}`: no sequence has a position {position}")
+    return position
+
+
+def _read_int(argument: str, value: object) -> int:
+    try:
+        return operator.index(cast("int", value))
+    except TypeError:
+        raise TypeError(f"`{argument}`: wanted an int, got {type(value).__name__}") from None
+
+
+def check_length(argument: str, length: int, low: int, high: int) -> None:
+    """Refuse a `length` outside of `low`..`high`."""
+    if not low <= length <= high:
+        raise ArgumentError(argument, f"{low} to {high} tokens", length)
+
+
+def read_naturals(argument: str, values: Any, wanted: str) -> list[int]:
+    """The integers of a tensor, a buffer or a sequence, each in 0..2^63-1."""
+    view = as_buffer(argument, values)
+    if view is not None:
+        if view.ndim != 1 or view.format not in INT64_FORMATS + INT32_FORMATS:
+            raise ArgumentError(argument, _READABLE, describe(view))
+        values = view.tolist()
+    elif not hasattr(values, "__iter__"):
+        raise TypeError(f"`{argument}`: wanted {_READABLE}, got {type(values).__name__}")
+    return [read_natural(argument, value, wanted) for value in values]
+
+
+def num_elements(out: Any) -> int:
+    """Elements of a tensor or buffer; 0 for what is none."""
+    view = as_buffer("out", out)
+    return 0 if view is None else view.nbytes // view.itemsize
+
+
+def as_buffer(argument: str, value: Any) -> memoryview | None:
+    """`value` as a view of its memory; None if it is no buffer. A tensor lends its memory through numpy."""
+    torch = sys.modules.get("torch")  # who passes a tensor has imported torch
+    if torch is not None and isinstance(value, torch.Tensor):
+        try:
+            value = value.numpy()
+        except (TypeError, RuntimeError):
+            came = f"a {value.dtype} tensor on {value.device}" + (" that requires grad" if value.requires_grad else "")
+            raise ArgumentError(argument, "a tensor on the CPU that numpy can view", came) from None
+    try:
+        return memoryview(value)
+    except TypeError:
+        return None
+
+
+def describe(view: memoryview) -> str:
+    """What a buffer is, for a message."""
+    words = ["read-only"] * view.readonly + ["strided"] * (not view.c_contiguous)
+    return ", ".join([*words, f"format `{view.format}` and shape {view.shape}"])
