@@ -231,6 +231,16 @@ impl KVBlockManager {
         self.call(py, 0, |manager| manager.block_table(id).map(<[_]>::to_vec))
     }
 
+    /// (length, block table) of a sequence at one moment. O(blocks).
+    fn sequence_state(
+        &self,
+        py: Python<'_>,
+        sequence_id: &Bound<'_, PyAny>,
+    ) -> PyResult<(u64, Vec<BlockId>)> {
+        let id = read_sequence_id(sequence_id)?;
+        self.call(py, 0, |manager| Ok((manager.sequence_length(id)?, manager.block_table(id)?.to_vec())))
+    }
+
     /// Ids of all sequences, ascending. O(n log n).
     fn sequence_ids(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.call(py, 0, |manager| Ok(manager.sequence_ids()))
