@@ -121,6 +121,31 @@ def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport
     return report
 
 
+def build_emulated(root: Path, out: Path, *, verbose: bool = False) -> BuildReport:
+    """Build the CUDA kernels and their launchers for the CPU, on the emulator of csrc/testing/; for tests.
+
+    The library registers the same ops under `kvpager_emulated`. Reports like `build_native`.
+    """
+    started = time.monotonic()
+    report = BuildReport(out)
+    cache = root / "build" / "native" / "emulated"
+    try:
+        torch_dir = _find_torch()
+        compiler = _find_compiler()
+        cache.mkdir(parents=True, exist_ok=True)
+        flags = ("-DKVPAGER_EMULATE", "-Wno-unknown-pragmas", "-isystem", str(torch_dir / "include"), "-x", "c++")
+        sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
+        steps = _steps(root, cache, sources, (*compiler, *CXX_FLAGS, *flags), _version_of(compiler))
+        objects = _compile(steps, report, root, verbose)
+        link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu")
+        _link(link, cache, out, verbose)
+        report.built = True
+    except _BuildError as error:
+        report.reason = str(error)
+    report.seconds = time.monotonic() - started
+    return report
+
+
 def _find_torch() -> Path:
     """The folder of the installed torch, found without importing it (that takes a second)."""
     spec = importlib.util.find_spec("torch")

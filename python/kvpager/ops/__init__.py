@@ -25,6 +25,7 @@ from torch import Tensor
 from kvpager.errors import ArgumentError
 from kvpager.ops import checks, dispatch
 from kvpager.ops.device_errors import check_errors, typed_error
+from kvpager.ops.schemas import registered_op
 
 __all__ = ["Layout", "check_errors", "copy_blocks", "merge_attention", "paged_attention", "paged_prefill", "write_kv"]
 
@@ -33,11 +34,11 @@ Layout = Literal["HND", "NHD"]
 dispatch.register_kernels()
 
 _CHECKED = os.environ.get("KVPAGER_CHECKED") == "1"
-_write_kv = torch.ops.kvpager.write_kv.default
-_paged_attention = torch.ops.kvpager.paged_attention.default
-_paged_prefill = torch.ops.kvpager.paged_prefill.default
-_merge_attention = torch.ops.kvpager.merge_attention.default
-_copy_blocks = torch.ops.kvpager.copy_blocks.default
+_write_kv = registered_op("write_kv")
+_paged_attention = registered_op("paged_attention")
+_paged_prefill = registered_op("paged_prefill")
+_merge_attention = registered_op("merge_attention")
+_copy_blocks = registered_op("copy_blocks")
 
 
 def write_kv(

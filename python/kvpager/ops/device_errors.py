@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError, KVPagerError, SlotError
+from kvpager.ops.schemas import registered_op
 
 # Bit of the device error word -> (argument, class, what was wanted). The bits are those of csrc/cuda/errors.cuh.
 DEVICE_ERRORS = (
@@ -20,6 +21,7 @@ DEVICE_ERRORS = (
     ("pairs", SlotError, "block ids of the pool"),
 )
 
+_take_errors = registered_op("take_errors")
 _ARGUMENT_TEXT = re.compile(r"ArgumentError: `(\w+)`: wanted (.*), got (.*)")
 _SLOT_TEXT = re.compile(r"SlotError: (.*)")
 
@@ -49,7 +51,7 @@ def check_errors(device: str | torch.device | None = None) -> None:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     word = torch.empty(1, dtype=torch.int64, device=device)
-    torch.ops.kvpager.take_errors(word)
+    _take_errors(word)
     if error := _error_of(word):
         raise error
 

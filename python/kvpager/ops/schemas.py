@@ -7,6 +7,7 @@ Kernels are registered elsewhere: by the native library (csrc/ops.cpp, csrc/cuda
 """
 
 import torch
+from torch._ops import OpOverload
 
 NAMESPACE = "kvpager"
 
@@ -41,3 +42,9 @@ def _writes_in_place(*_args: object, **_kwargs: object) -> None:
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_in_place, lib=library)
+
+
+def registered_op(name: str) -> OpOverload:
+    """The op itself, resolved once: what the wrappers call, without the lookup by overload at each call."""
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload

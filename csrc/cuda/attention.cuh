@@ -1,0 +1,170 @@
+// Paged attention on CUDA, plain: one block per (query token, query head), the warps share out the positions.
+//
+// Each warp runs the online softmax over every kWarps-th position, a lane holding the dims lane, lane + 32, ...; the
+// warps' partial results meet in shared memory. Same kernel for decode and prefill. It is correct and simple, and reads
+// K and V once per query head and query token.
+#pragma once
+#include "../params.h"
+#include "errors.cuh"
+
+namespace kvpager::cuda {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kMaxHeadDim = 256;
+constexpr int kDimsPerLane = kMaxHeadDim / 32;
+
+struct QueryPlace {
+  int64_t sequence, length, query_len, position;  // the query stands at `position`; -1: it belongs to no sequence
+};
+
+// Where query row `token` belongs. In bounds: token < num_tokens; sequence is found among num_sequences.
+template <class T>
+__device__ QueryPlace place_of(const AttentionParams<T>& p, int64_t token) {
+  if (p.query_start_loc.data == nullptr) {
+    const int64_t length = p.seq_lens[token];
+    return {token, length, 1, length - 1};
+  }
+  int64_t low = 0, high = p.num_sequences;  // the last sequence that starts at or before the token
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (p.query_start_loc[middle] <= token ? low : high) = middle;
+  }
+  if (p.num_sequences == 0) return {0, 0, 0, -1};
+  const int64_t start = p.query_start_loc[low], stop = p.query_start_loc[low + 1];
+  if (token < start || token >= stop) return {0, 0, 0, -1};
+  const int64_t length = p.seq_lens[low];
+  return {low, length, stop - start, length - (stop - token)};
+}
+
+// The whole start list is checked by the block of token 0 and head 0.
+template <class T>
+__device__ void check_query_starts(const AttentionParams<T>& p, unsigned* errors) {
+  if (p.query_start_loc.data == nullptr || blockIdx.x != 0 || blockIdx.y != 0) return;
+  for (int64_t row = threadIdx.x; row < p.num_sequences; row += kThreads) {
+    const int64_t query_len = int64_t{p.query_start_loc[row + 1]} - p.query_start_loc[row];
+    if (query_len < 0 || query_len > p.max_query_len || query_len > p.seq_lens[row]) report(errors, kQueryStartLoc);
+  }
+  if (threadIdx.x == 0 && (p.query_start_loc[0] != 0 || p.query_start_loc[p.num_sequences] > p.num_tokens))
+    report(errors, kQueryStartLoc);
+}
+
+// Same answer in every thread of the block; a row with a value that does not fit is reported and skipped.
+template <class T>
+__device__ bool row_is_valid(const AttentionParams<T>& p, const QueryPlace& at, unsigned* errors) {
+  const int64_t S = p.pool.block_size;
+  if (at.length < 0 || at.length > p.max_blocks * S || at.length > p.max_seq_len) {
+    if (threadIdx.x == 0) report(errors, kSeqLens);
+    return false;
+  }
+  if (at.query_len > p.max_query_len || (at.query_len > at.length && p.query_start_loc.data != nullptr)) {
+    if (threadIdx.x == 0) report(errors, kQueryStartLoc);
+    return false;
+  }
+  bool bad = false;
+  if (at.length > 0)
+    // In bounds: position < length <= max_blocks * S, so every column is below max_blocks.
+    for (int64_t column = p.first_visible(at.position) / S + threadIdx.x; column <= at.position / S; column += kThreads) {
+      const int32_t block = p.block_tables.at(at.sequence, column);
+      bad |= block < 0 || block >= p.pool.num_blocks;
+    }
+  if (!__syncthreads_or(bad)) return true;
+  if (threadIdx.x == 0) report(errors, kBlockTables);
+  return false;
+}
+
+template <class A>
+__device__ __forceinline__ A warp_sum(A part) {
+  for (int width = 16; width > 0; width /= 2) part += __shfl_xor_sync(0xffffffffu, part, width);
+  return part;
+}
+
+// One warp's running softmax: the sums of its positions, relative to the largest logit so far.
+template <class A>
+struct Partial {
+  A top = -INFINITY, total = 0, acc[kDimsPerLane] = {};
+};
+
+// Positions first + warp, first + warp + kWarps, ... < stop. All lanes end with the same top and total.
+template <class T>
+__device__ Partial<accumulate_t<T>> attend(const AttentionParams<T>& p, const QueryPlace& at, int64_t head, int warp, int lane) {
+  using A = accumulate_t<T>;
+  const int D = static_cast<int>(p.pool.head_dim);  // <= kMaxHeadDim, checked by the launcher
+  const int64_t S = p.pool.block_size, kv_head = head / (p.num_heads / p.pool.num_kv_heads);
+  A query[kDimsPerLane];
+  const T* query_row = p.query.at(blockIdx.x, head);
+#pragma unroll
+  for (int i = 0; i < kDimsPerLane; ++i) query[i] = lane + 32 * i < D ? widen(query_row[lane + 32 * i]) * p.scale : A(0);
+  Partial<A> sum;
+  for (int64_t position = p.first_visible(at.position) + warp; position <= at.position; position += kWarps) {
+    // In bounds: row_is_valid has seen this column and found a block of the pool; kv_head < K; d < D.
+    const int64_t block = p.block_tables.at(at.sequence, position / S);
+    const T* key = p.key_cache.at(block, kv_head, position % S);
+    const T* value = p.value_cache.at(block, kv_head, position % S);
+    A score = 0;
+#pragma unroll
+    for (int i = 0; i < kDimsPerLane; ++i)
+      if (lane + 32 * i < D) score += query[i] * widen(key[lane + 32 * i]);
+    score = warp_sum(score);
+    if (p.softcap > 0) score = p.softcap * tanh(score / p.softcap);
+    if (score == -INFINITY) continue;  // overflowed: no weight, and -inf - -inf would be NaN
+    const A top = score > sum.top || score != score ? score : sum.top;
+    const A shrink = exp(sum.top - top), weight = exp(score - top);
+#pragma unroll
+    for (int i = 0; i < kDimsPerLane; ++i)
+      if (lane + 32 * i < D) sum.acc[i] = sum.acc[i] * shrink + weight * widen(value[lane + 32 * i]);
+    sum.total = sum.total * shrink + weight;
+    sum.top = top;
+  }
+  return sum;
+}
+
+// What the warps of a block tell each other.
+template <class A>
+struct WarpResults {
+  A tops[kWarps], totals[kWarps], accs[kWarps][kMaxHeadDim];
+};
+
+// grid (num_tokens, H), block kThreads
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4) attention_kernel(AttentionParams<T> p, unsigned* errors) {
+  using A = accumulate_t<T>;
+  KVPAGER_SHARED(WarpResults<A>, warps);
+  const int64_t token = blockIdx.x, head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, D = static_cast<int>(p.pool.head_dim);
+  check_query_starts(p, errors);
+  const QueryPlace at = place_of(p, token);
+  T* out = p.out.at(token, head);  // token < num_tokens and head < H: the grid's size
+  if (!row_is_valid(p, at, errors)) return;
+  if (at.length == 0) {  // nothing to see
+    for (int d = threadIdx.x; d < D; d += kThreads) out[d] = narrow<T>(A(0));
+    if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = -INFINITY;
+    return;
+  }
+  const Partial<A> sum = attend(p, at, head, warp, lane);
+  if (lane == 0) {
+    warps.tops[warp] = sum.top;
+    warps.totals[warp] = sum.total;
+  }
+#pragma unroll
+  for (int i = 0; i < kDimsPerLane; ++i)
+    if (lane + 32 * i < D) warps.accs[warp][lane + 32 * i] = sum.acc[i];
+  __syncthreads();
+
+  A top = p.sinks.data ? p.sinks[head] : A(-INFINITY);  // a sink is a logit without a value
+  for (int w = 0; w < kWarps; ++w) top = warps.tops[w] > top || warps.tops[w] != warps.tops[w] ? warps.tops[w] : top;
+  A total = p.sinks.data && p.sinks[head] > -INFINITY ? exp(p.sinks[head] - top) : A(0), weights[kWarps];
+  for (int w = 0; w < kWarps; ++w) {
+    weights[w] = warps.tops[w] == -INFINITY ? A(0) : exp(warps.tops[w] - top);  // a warp may have had no position
+    total += weights[w] * warps.totals[w];
+  }
+  for (int d = threadIdx.x; d < D; d += kThreads) {
+    A merged = 0;
+    for (int w = 0; w < kWarps; ++w)
+      if (weights[w] != 0) merged += weights[w] * warps.accs[w][d];
+    out[d] = narrow<T>(merged / total);
+  }
+  if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = top + log(total);
+}
+
+}  // namespace kvpager::cuda
