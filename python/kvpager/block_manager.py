@@ -242,11 +242,14 @@ class _SequenceView(Mapping[int, SequenceState]):
 
 
 def _lend(argument: str, value: Any) -> Any:
-    """`value`, or a numpy view of its memory if it is a tensor: tensors don't speak the buffer protocol themselves."""
+    """`value` as something that Rust may read more than once: a numpy view if it is a tensor, a list if an iterator.
+
+    Rust could ask a tensor for its view itself, but only after it failed to find a buffer, which costs a microsecond.
+    """
     torch = sys.modules.get("torch")  # who passes a tensor has imported torch
     tensor_class: Any = getattr(torch, "Tensor", ())
     if not isinstance(value, tensor_class):
-        return value
+        return list(value) if isinstance(value, Iterator) else value
     try:
         return value.numpy()
     except (TypeError, RuntimeError):

@@ -24,19 +24,19 @@ def double_owner(manager):
 
 
 def live_and_free(manager):
-    manager._free.append(0)
+    manager._pool.free.append(0)
 
 
 def lost(manager):
-    manager._free.remove(5)
+    manager._pool.free.remove(5)
 
 
 def double_free(manager):
-    manager._free.append(4)
+    manager._pool.free.append(4)
 
 
 def wrong_ref_count(manager):
-    manager._ref_counts[3] = 2
+    manager._pool.ref_counts[3] = 2
 
 
 def forgotten_hold(manager):
@@ -52,40 +52,40 @@ def outside_of_the_pool(manager):
 
 
 def copy_into_a_shared_block(manager):
-    manager._ref_counts[2] = 2
+    manager._pool.ref_counts[2] = 2
 
 
 def copy_into_a_source(manager):
-    manager._owed[0] = 2
+    manager._pool.owed[0] = 2
 
 
 def free_source(manager):
-    manager._owed[2] = 6
+    manager._pool.owed[2] = 6
 
 
 def fenced_for_nothing(manager):
-    manager._free.remove(7)
-    manager._fenced[7] = None
+    manager._pool.free.remove(7)
+    manager._pool.fenced[7] = None
 
 
 def fenced_and_free(manager):
-    manager._fenced[6] = None
+    manager._pool.fenced[6] = None
 
 
 def live_and_fenced(manager):
-    manager._fenced[3] = None
+    manager._pool.fenced[3] = None
 
 
 def wrong_live_counter(manager):
-    manager._num_live -= 1
+    manager._pool.num_live -= 1
 
 
 def wrong_peak(manager):
-    manager._peak_live = 1
+    manager._pool.peak_live = 1
 
 
 def wrong_copy_counter(manager):
-    manager._num_copies = 0
+    manager._pool.num_copies = 0
 
 
 CORRUPTIONS = {

@@ -67,6 +67,12 @@ def test_ids_of_any_sequence_of_integers(manager, ids):
     assert manager.slot_mapping_for_append(ids).tolist() == [17, 3]
 
 
+def test_ids_that_can_be_read_only_once(manager):
+    assert manager.get_block_table_tensor(iter([2, 0])).tolist() == [[2, 3, 4], [0, -1, -1]]
+    assert manager.get_seq_lens_tensor(iter([2, 0])).tolist() == [9, 3]
+    assert manager.slot_mapping_for_append(iter([2, 0]), iter([1, 2])).tolist() == [17, 3, 20]
+
+
 def test_strided_ids(manager):
     ids = [2, 7, 0, 7]
     assert manager.get_seq_lens_tensor(torch.tensor(ids)[::2]).tolist() == [9, 3]

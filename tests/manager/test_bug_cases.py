@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 import pytest
+from kvpager.block_manager import KVBlockManager
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
@@ -254,28 +255,43 @@ def test_b060_a_reused_row_keeps_nothing_of_the_longer_one(make, arrange):
 # Bindings
 
 
-def test_b126_eight_threads_on_one_manager(make, observe):
-    manager = make(24, 4)
+def act(manager, rng, own, alive):
+    """One random step of a thread that touches only its own sequences, some of them alive."""
+    sequence_id, choice = rng.choice(own), rng.random()
+    if sequence_id not in alive and alive and choice < 0.5:
+        manager.fork_sequence(alive[0], sequence_id)
+        alive.append(sequence_id)
+    elif sequence_id not in alive:
+        manager.create_sequence(sequence_id)
+        alive.append(sequence_id)
+    elif choice < 0.2:
+        manager.release_sequence(sequence_id)
+        alive.remove(sequence_id)
+    elif choice < 0.3:
+        manager.truncate_sequence(sequence_id, manager.sequence_length(sequence_id) // 2)
+    elif choice < 0.6:
+        slots = array("q", [-1] * len(alive))
+        manager.slot_mapping_for_append(array("q", alive), out=slots)
+        assert slots.tolist() == [manager.slots(i, n - 1, n)[0] for i in alive if (n := manager.sequence_length(i))]
+    else:
+        manager.append_tokens(sequence_id, rng.randrange(6))
+
+
+def test_b126_eight_threads_on_one_manager(observe):
+    """The reference is for one thread at a time."""
+    manager = KVBlockManager(24, 4)
     failures = []
 
     def work(thread):
-        rng = random.Random(thread)
-        own = range(thread * 10, thread * 10 + 4)
-        alive = set()
+        rng, alive = random.Random(thread), []
         try:
             for _ in range(2000):
-                sequence_id = rng.choice(own)
                 try:
-                    if sequence_id not in alive:
-                        manager.create_sequence(sequence_id)
-                        alive.add(sequence_id)
-                    elif rng.random() < 0.2:
-                        manager.release_sequence(sequence_id)
-                        alive.remove(sequence_id)
-                    else:
-                        manager.append_tokens(sequence_id, rng.randrange(6))
+                    act(manager, rng, range(thread * 10, thread * 10 + 4), alive)
                 except OutOfBlocksError:
                     pass
+                except StateError:  # a fork over an owed copy
+                    manager.take_copies()
             for sequence_id in alive:
                 manager.release_sequence(sequence_id)
         except BaseException as error:
@@ -287,6 +303,7 @@ def test_b126_eight_threads_on_one_manager(make, observe):
     for thread in threads:
         thread.join()
     assert failures == []
+    assert manager.take_copies() == []
     assert manager.stats.live == 0
     assert observe(manager)["stats"]["free"] == 24
 

@@ -31,7 +31,7 @@ ARGUMENT_ERRORS = {
     "`ids`: wanted an id in 0..2^63-1, got -1": lambda m: m.get_seq_lens_tensor([1, -1]),
     "`n`: wanted a count in 0..2^63-1, got -1": lambda m: m.append_tokens(1, -1),
     "`n`: wanted 0 to 6 tokens, got 7": lambda m: m.truncate_sequence(1, 7),
-    "`n`: wanted 6 to 6 tokens, got 5": lambda m: m.commit(1, 5),
+    "`n`: wanted the 6 tokens of the sequence, got 5": lambda m: m.commit(1, 5),
     "`num_tokens`: wanted 0 to 6 tokens, got 8": lambda m: m.fork_sequence(1, 3, 8),
     "`counts`: wanted a count in 0..2^63-1, got -1": lambda m: m.slot_mapping_for_append([1, 2], [1, -1]),
     "`counts`: wanted one count for each of 2 ids, got 1 counts": lambda m: m.slot_mapping_for_append([1, 2], [1]),

@@ -1,6 +1,6 @@
 """The block manager as a lesson: the contract of ``kvpager.KVBlockManager`` in plain, readable Python.
 
-Read `block_manager.py` first, top to bottom; `audit.py` lists what must always hold. The rest is plumbing:
+Read `block_manager.py`, top to bottom, then `pool.py`; `audit.py` lists what must always hold. The rest is plumbing:
 `arguments.py` reads what callers pass, `tensors.py` turns answers into tensors and buffers, `snapshots.py` has the
 values in which a manager tells about itself.
 

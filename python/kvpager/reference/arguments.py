@@ -42,10 +42,10 @@ def _read_int(argument: str, value: object) -> int:
         raise TypeError(f"`{argument}`: wanted an int, got {type(value).__name__}") from None
 
 
-def check_length(argument: str, length: int, low: int, high: int) -> None:
-    """Refuse a `length` outside of `low`..`high`."""
-    if not low <= length <= high:
-        raise ArgumentError(argument, f"{low} to {high} tokens", length)
+def check_length(argument: str, length: int, high: int) -> None:
+    """Refuse a `length` above `high`."""
+    if length > high:
+        raise ArgumentError(argument, f"0 to {high} tokens", length)
 
 
 def read_naturals(argument: str, values: Any, wanted: str) -> list[int]:
@@ -81,7 +81,12 @@ def as_buffer(argument: str, value: Any) -> memoryview | None:
         return None
 
 
-def describe(view: memoryview) -> str:
-    """What a buffer is, for a message."""
-    words = ["read-only"] * view.readonly + ["strided"] * (not view.c_contiguous)
-    return ", ".join([*words, f"format `{view.format}` and shape {view.shape}"])
+def describe(value: Any) -> str:
+    """What came, in words."""
+    try:
+        view = memoryview(value)
+    except TypeError:
+        return type(value).__name__
+    access = "a read-only" if view.readonly else "a"
+    strided = "" if view.c_contiguous else " strided"
+    return f"{access}{strided} buffer of shape {list(view.shape or ())} and format `{view.format}`"

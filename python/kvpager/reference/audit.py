@@ -43,7 +43,7 @@ def _ref_counts(manager: "KVBlockManager") -> list[str]:
     return [
         f"block {block} has {found[block]} owners but ref count {count}"
         + (": double owner" if found[block] > count else "")
-        for block, count in enumerate(manager._ref_counts)
+        for block, count in enumerate(manager._pool.ref_counts)
         if found[block] != count
     ]
 
@@ -51,17 +51,17 @@ def _ref_counts(manager: "KVBlockManager") -> list[str]:
 def _states(manager: "KVBlockManager") -> list[str]:
     """Every block is live, fenced or free: one of the three, once."""
     faults = []
-    free = Counter(manager._free)
-    for block, count in enumerate(manager._ref_counts):
+    free = Counter(manager._pool.free)
+    for block, count in enumerate(manager._pool.ref_counts):
         if free[block] > 1:
             faults.append(f"block {block} is {free[block]} times in the free list: double free")
         if count > 0 and free[block]:
             faults.append(f"block {block} is both live and in the free list")
-        if count > 0 and block in manager._fenced:
+        if count > 0 and block in manager._pool.fenced:
             faults.append(f"block {block} is both live and fenced")
-        if free[block] and block in manager._fenced:
+        if free[block] and block in manager._pool.fenced:
             faults.append(f"block {block} is both fenced and in the free list")
-        if count == 0 and not free[block] and block not in manager._fenced:
+        if count == 0 and not free[block] and block not in manager._pool.fenced:
             faults.append(f"block {block} is lost: not live, not fenced, not in the free list")
     return faults
 
@@ -69,28 +69,28 @@ def _states(manager: "KVBlockManager") -> list[str]:
 def _owed_copies(manager: "KVBlockManager") -> list[str]:
     """A destination is its writer's alone and nobody's source. Only a source stays fenced."""
     faults = []
-    sources = set(manager._owed.values())
-    for destination, source in manager._owed.items():
+    sources = set(manager._pool.owed.values())
+    for destination, source in manager._pool.owed.items():
         copy = f"owed copy {source} -> {destination}"
-        if manager._ref_counts[destination] != 1:
-            faults.append(f"{copy}: destination has ref count {manager._ref_counts[destination]}, wanted 1")
+        if manager._pool.ref_counts[destination] != 1:
+            faults.append(f"{copy}: destination has ref count {manager._pool.ref_counts[destination]}, wanted 1")
         if destination in sources:
             faults.append(f"{copy}: destination is a source too")
-        if source in manager._free:
+        if source in manager._pool.free:
             faults.append(f"{copy}: source is in the free list")
     faults += [
-        f"block {block} is fenced but no owed copy reads it" for block in manager._fenced if block not in sources
+        f"block {block} is fenced but no owed copy reads it" for block in manager._pool.fenced if block not in sources
     ]
     return faults
 
 
 def _counters(manager: "KVBlockManager") -> list[str]:
-    live = sum(count > 0 for count in manager._ref_counts)
+    live = sum(count > 0 for count in manager._pool.ref_counts)
     faults = []
-    if manager._num_live != live:
-        faults.append(f"counter of live blocks is {manager._num_live}, recount gives {live}")
-    if manager._peak_live < live:
-        faults.append(f"peak of live blocks is {manager._peak_live}, but {live} are live")
-    if manager._num_copies < len(manager._owed):
-        faults.append(f"counter of copies is {manager._num_copies}, but {len(manager._owed)} are owed")
+    if manager._pool.num_live != live:
+        faults.append(f"counter of live blocks is {manager._pool.num_live}, recount gives {live}")
+    if manager._pool.peak_live < live:
+        faults.append(f"peak of live blocks is {manager._pool.peak_live}, but {live} are live")
+    if manager._pool.num_copies < len(manager._pool.owed):
+        faults.append(f"counter of copies is {manager._pool.num_copies}, but {len(manager._pool.owed)} are owed")
     return faults

@@ -8,16 +8,16 @@ from logical block (token position // block_size) to physical block. Any free bl
     block_size 4, sequence 7 of length 7:   table [5, 2]   positions 0..3 in block 5, positions 4..6 in block 2
     the *slot* of position 6                = table[6 // 4] * 4 + 6 % 4 = 2 * 4 + 2 = 10
 
-This file does the bookkeeping alone; keys and values lie elsewhere, at the slots it hands out. It owns
+This file and `pool.py` do the bookkeeping alone; keys and values lie elsewhere, at the slots that are handed out here.
 
-- the **pool**: each block is *live* (a table or a caller holds it: ref count >= 1), *free* (on the free list) or
-  *fenced* (nobody holds it, but an owed copy still has to read it). The three always sum to the pool.
-- the **tables**. Two sequences may name the same block: a fork shares its parent's blocks instead of copying them.
-- the **owed copies**. Nobody may write into a shared block, for the other holder would read the new bytes. So an append
+- The **pool** counts the holders of each block and keeps the free list.
+- The **tables** say which blocks a sequence holds. Two sequences may name the same block: a fork shares its parent's
+  blocks instead of copying them.
+- **Owed copies**: nobody may write into a shared block, for the other holder would read the new bytes. So an append
   into a shared tail takes a new block, and owes a copy (source, destination) that the caller runs before he writes.
 
-Every call does all of its work or none: what could fail is worked out before anything changes. Costs are named for the
-Rust version; this one is written to be read.
+Every call does all of its work or none: what could fail is worked out before anything changes. The costs are those of
+the Rust version; this one is written to be read.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from kvpager.errors import (
     ArgumentError,
     ConfigError,
     DuplicateSequenceError,
-    OutOfBlocksError,
     SlotError,
     StateError,
     UnknownSequenceError,
 )
 from kvpager.reference.arguments import COUNT, ID, MAX_INT64, check_length, read_natural, read_position
 from kvpager.reference.audit import find_broken_invariants
+from kvpager.reference.pool import BlockPool
 from kvpager.reference.snapshots import PoolStats, SequenceState, SequenceView
 from kvpager.reference.tensors import TensorFace
 
@@ -49,7 +49,7 @@ class _Sequence:
 
 
 class KVBlockManager(TensorFace):
-    """The same contract as ``kvpager.KVBlockManager``, which documents each call in full."""
+    """The contract of ``kvpager.KVBlockManager``, which documents each call in full; for one thread at a time."""
 
     def __init__(self, num_physical_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
@@ -64,27 +64,16 @@ class KVBlockManager(TensorFace):
             raise ConfigError("`enable_prefix_caching`: arrives with the prefix index, pass False")
         self.num_blocks = num_physical_blocks
         self.block_size = block_size
-        self._ref_counts = [0] * num_physical_blocks
-        # The free list is a stack: the block freed last is handed out first (its memory is the warmest), and a fresh
-        # pool hands out 0, 1, 2, ...
-        self._free = list(range(num_physical_blocks - 1, -1, -1))
-        # Blocks without holders that are not free yet, in the order in which they lost their last holder (the values
-        # mean nothing: a dict is a set that remembers the order).
-        self._fenced: dict[int, None] = {}
+        self._pool = BlockPool(num_physical_blocks)
         self._sequences: dict[int, _Sequence] = {}
         self._held_by_caller: set[int] = set()
-        # Copies not taken yet, destination -> source, in the order they came to be owed.
-        self._owed: dict[int, int] = {}
-        self._num_live = 0
-        self._peak_live = 0
-        self._num_copies = 0
 
-    # The pool ---------------------------------------------------------------------------------------------------------
+    # Blocks for the caller --------------------------------------------------------------------------------------------
 
     def allocate_block(self) -> int:
         """Take a block for the caller himself, outside any sequence. O(1)."""
-        self._require(1)
-        block = self._take_block()
+        self._pool.require(1)
+        block = self._pool.take()
         self._held_by_caller.add(block)
         return block
 
@@ -97,35 +86,8 @@ class KVBlockManager(TensorFace):
         if block not in self._held_by_caller:
             raise StateError(f"block {block} is not held by a caller")
         self._held_by_caller.remove(block)
-        self._drop_holder(block)
-        self._settle()
-
-    def _take_block(self) -> int:
-        """The next free block, with its first holder. The caller has made sure that there is one."""
-        block = self._free.pop()
-        self._ref_counts[block] = 1
-        self._num_live += 1
-        self._peak_live = max(self._peak_live, self._num_live)
-        return block
-
-    def _drop_holder(self, block: int) -> None:
-        """One holder fewer. With the last one goes the copy into this block, if it is still owed: who would read it."""
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            self._num_live -= 1
-            self._owed.pop(block, None)
-            self._fenced[block] = None
-
-    def _settle(self) -> None:
-        """Blocks without holders become free, first come first, except those that an owed copy has yet to read."""
-        sources = set(self._owed.values())
-        for block in [block for block in self._fenced if block not in sources]:
-            del self._fenced[block]
-            self._free.append(block)
-
-    def _require(self, needed: int, row: int | None = None) -> None:
-        if needed > len(self._free):
-            raise OutOfBlocksError(needed, len(self._free), len(self._fenced), self.num_blocks, row)
+        self._pool.drop(block)
+        self._pool.settle()
 
     # Sequences --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +106,7 @@ class KVBlockManager(TensorFace):
         work = [(read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT))]
         self._find(sequence_id)
         needed, _ = self._demand(work)
-        self._require(needed)
+        self._pool.require(needed)
         return self._append_rows(work)
 
     def release_sequence(self, sequence_id: int) -> None:
@@ -156,14 +118,15 @@ class KVBlockManager(TensorFace):
         """Roll back to the first `n` tokens (rejected drafts, say), surplus blocks last first. O(blocks freed)."""
         sequence_id, length = read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT)
         sequence = self._find(sequence_id)
-        check_length("n", length, 0, sequence.length)
+        check_length("n", length, sequence.length)
         self._cut(sequence, length)
 
     def commit(self, sequence_id: int, n: int) -> None:
         """Say that the first `n` tokens are written. Without the prefix index that only checks the number."""
         sequence_id, committed = read_natural("sequence_id", sequence_id, ID), read_natural("n", n, COUNT)
         length = self._find(sequence_id).length
-        check_length("n", committed, length, length)  # from the computed tokens to the length: here the two are one
+        if committed != length:  # from the computed tokens to the length: here the two are one
+            raise ArgumentError("n", f"the {length} tokens of the sequence", committed)
 
     def fork_sequence(self, parent: int, child: int, num_tokens: int | None = None) -> None:
         """Start `child` with the first `num_tokens` tokens of `parent` (default: all), sharing blocks. O(blocks).
@@ -175,21 +138,21 @@ class KVBlockManager(TensorFace):
         source = self._find(parent)
         self._check_new(child)
         length = source.length if length is None else length
-        check_length("num_tokens", length, 0, source.length)
+        check_length("num_tokens", length, source.length)
         shared = source.table[: self._blocks_for(length)]
         for block in shared:
-            if block in self._owed:  # the child would read what is not copied yet
-                wait = f"block {block} still waits for its copy of block {self._owed[block]}"
+            if block in self._pool.owed:  # the child would read what is not copied yet
+                wait = f"block {block} still waits for its copy of block {self._pool.owed[block]}"
                 raise StateError(f"sequence {parent} can't be forked here: {wait} (run `take_copies` first)")
         for block in shared:
-            self._ref_counts[block] += 1
+            self._pool.share(block)
         self._sequences[child] = _Sequence(length, shared)
 
     def _cut(self, sequence: _Sequence, length: int) -> None:
         while len(sequence.table) > self._blocks_for(length):
-            self._drop_holder(sequence.table.pop())
+            self._pool.drop(sequence.table.pop())
         sequence.length = length
-        self._settle()
+        self._pool.settle()
 
     # Appending: first count, then do ----------------------------------------------------------------------------------
 
@@ -210,12 +173,12 @@ class KVBlockManager(TensorFace):
             length = lengths.get(sequence_id, sequence.length)
             if length % self.block_size != 0 and sequence_id not in lengths:
                 tail = sequence.table[-1]
-                if holders.setdefault(tail, self._ref_counts[tail]) > 1:
+                if holders.setdefault(tail, self._pool.ref_counts[tail]) > 1:
                     holders[tail] -= 1
                     needed += 1
             needed += self._blocks_for(length + count) - self._blocks_for(length)
             lengths[sequence_id] = length + count
-            if lacking is None and needed > len(self._free):
+            if lacking is None and needed > len(self._pool.free):
                 lacking = row
         return needed, lacking
 
@@ -226,22 +189,15 @@ class KVBlockManager(TensorFace):
     def _append_one(self, sequence: _Sequence) -> int:
         offset = sequence.length % self.block_size
         if offset == 0:  # a block boundary: the first token of a new block
-            sequence.table.append(self._take_block())
-        elif self._ref_counts[sequence.table[-1]] > 1:  # a shared tail: copy on write
-            source, destination = sequence.table[-1], self._take_block()
-            sequence.table[-1] = destination  # replaces the entry: the table doesn't grow
-            self._ref_counts[source] -= 1
-            self._owed[destination] = source
-            self._num_copies += 1
+            sequence.table.append(self._pool.take())
+        elif self._pool.ref_counts[sequence.table[-1]] > 1:  # a shared tail: the entry is replaced, the table not grown
+            sequence.table[-1] = self._pool.copy_on_write(sequence.table[-1])
         sequence.length += 1
         return sequence.table[-1] * self.block_size + offset
 
     def take_copies(self) -> list[tuple[int, int]]:
         """The owed (source, destination) pairs in the order they came to be owed, now the caller's to run. O(pairs)."""
-        pairs = [(source, destination) for destination, source in self._owed.items()]
-        self._owed.clear()
-        self._settle()
-        return pairs
+        return self._pool.take_copies()
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -289,30 +245,30 @@ class KVBlockManager(TensorFace):
     @property
     def num_free_blocks(self) -> int:
         """Blocks that an allocation may take now."""
-        return len(self._free)
+        return len(self._pool.free)
 
     @property
     def free_blocks(self) -> list[int]:
         """Ids of the free blocks in the order in which they will be handed out."""
-        return self._free[::-1]
+        return self._pool.free[::-1]
 
     @property
     def usage(self) -> float:
         """Live blocks as a fraction of the pool."""
-        return self._num_live / self.num_blocks
+        return self._pool.num_live / self.num_blocks
 
     @property
     def stats(self) -> PoolStats:
         """Counters of this moment; none of them is counted on request."""
         return PoolStats(
             num_blocks=self.num_blocks,
-            live=self._num_live,
+            live=self._pool.num_live,
             cached=0,  # the prefix index will keep released blocks findable
-            fenced=len(self._fenced),
-            free=len(self._free),
+            fenced=len(self._pool.fenced),
+            free=len(self._pool.free),
             num_sequences=len(self._sequences),
-            num_copies=self._num_copies,
-            peak_live=self._peak_live,
+            num_copies=self._pool.num_copies,
+            peak_live=self._pool.peak_live,
         )
 
     def internal_fragmentation_tokens(self, sequence_id: int | None = None) -> int:
@@ -329,7 +285,7 @@ class KVBlockManager(TensorFace):
             for index, block in enumerate(sequence.table):
                 tokens = min(sequence.length - index * self.block_size, self.block_size)
                 filled[block] = max(filled.get(block, 0), tokens)
-        return self._num_live * self.block_size - sum(filled.values())
+        return self._pool.num_live * self.block_size - sum(filled.values())
 
     def check_invariants(self) -> list[str]:
         """Audit everything; one sentence for each thing that is broken, none if all is sound. O(blocks + entries)."""
@@ -340,10 +296,11 @@ class KVBlockManager(TensorFace):
         return not self.check_invariants()
 
     def __repr__(self) -> str:
-        return (
-            f"reference.KVBlockManager({self.num_blocks} blocks of {self.block_size} tokens: {self._num_live} live, "
-            f"{len(self._fenced)} fenced, {len(self._free)} free; {len(self._sequences)} sequences)"
+        pool = self._pool
+        counts = (
+            f"{pool.num_live} live, {len(pool.fenced)} fenced, {len(pool.free)} free; {len(self._sequences)} sequences"
         )
+        return f"reference.KVBlockManager({self.num_blocks} blocks of {self.block_size} tokens: {counts})"
 
     # Small helpers ----------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class TensorFace:
         for sequence_id in rows:
             manager._find(sequence_id)
         work = list(zip(rows, appended, strict=True))
-        manager._require(*manager._demand(work))
+        manager._pool.require(*manager._demand(work))
         target = open_target(out, device, "int64", (sum(appended),))  # the last thing that can fail
         return target.fill(manager._append_rows(work))
 
@@ -57,7 +57,9 @@ class TensorFace:
             if width < longest:
                 raise ArgumentError("max_blocks", wanted, width)
         elif out is not None and tables:
-            width = max(longest, num_elements(out) // len(tables))
+            width = num_elements(out) // len(tables)
+            if width < longest:
+                raise ArgumentError("out", f"room for {longest} blocks in a row, the longest table", describe(out))
         target = open_target(out, device, "int32", (len(tables), width) if tables else (0, 0))
         return target.fill([block for table in tables for block in table + [-1] * (width - len(table))])
 
@@ -87,13 +89,12 @@ class _CallersBuffer:
 
     def __init__(self, out: Any, kind: str, size: int) -> None:
         formats = INT64_FORMATS if kind == "int64" else INT32_FORMATS
-        wanted = f"a writable, C-contiguous {kind} buffer of {size} elements"
+        wanted = f"a writable, contiguous {kind} buffer of {size} elements on the CPU"
         view = as_buffer("out", out)
-        if view is None:
-            raise ArgumentError("out", wanted, type(out).__name__)
-        fits = num_elements(view) == size and view.format in formats
-        if not fits or view.readonly or not view.c_contiguous:
-            raise ArgumentError("out", wanted, describe(view))
+        if view is None or view.readonly or not view.c_contiguous or view.format not in formats:
+            raise ArgumentError("out", wanted, describe(out))
+        if num_elements(view) != size:
+            raise ArgumentError("out", wanted, describe(out))
         self._out, self._view = out, view
 
     def fill(self, values: list[int]) -> Any:
