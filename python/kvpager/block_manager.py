@@ -311,5 +311,5 @@ def _check_room(out: Any, num_rows: int, width: int) -> None:
     except TypeError:
         return  # no buffer at all: Rust says so
     if view.nbytes // view.itemsize != num_rows * width:
-        wanted = f"a writable, C-contiguous int32 buffer of {num_rows * width} elements"
-        raise ArgumentError("out", wanted, f"{view.nbytes // view.itemsize} elements")
+        wanted = f"a writable, contiguous int32 buffer of {num_rows * width} elements on the CPU"
+        raise ArgumentError("out", wanted, f"a buffer of shape {list(view.shape or ())} and format `{view.format}`")

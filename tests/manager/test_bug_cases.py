@@ -328,6 +328,8 @@ def test_b126_re_entrant_use_neither_hangs_nor_crashes(make, observe):
     out = array("q", [0])
     assert manager.slot_mapping_for_append([ReentrantId(manager)], out=out) is out
     assert sorted(manager.sequences) == [1, 77]
+    manager.release_sequence(ReentrantId(manager))
+    assert list(manager.sequences) == [77]
     observe(manager)
 
 
@@ -471,6 +473,12 @@ def test_b127_length_zero_is_no_error(used, observe):
 )
 def test_b127_impossible_pools(make, num_blocks, block_size):
     with pytest.raises(ConfigError):
+        make(num_blocks, block_size)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [("4", 4), (4, 4.0), (None, 4)])
+def test_b127_pools_of_what_is_no_integer(make, num_blocks, block_size):
+    with pytest.raises(TypeError, match="wanted an int"):
         make(num_blocks, block_size)
 
 

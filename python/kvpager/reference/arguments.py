@@ -21,7 +21,7 @@ _READABLE = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints"
 
 def read_natural(argument: str, value: object, wanted: str) -> int:
     """`value` as an int in 0..2^63-1."""
-    integer = _read_int(argument, value)
+    integer = read_int(argument, value)
     if not 0 <= integer <= MAX_INT64:
         raise ArgumentError(argument, wanted, integer)
     return integer
@@ -29,13 +29,14 @@ def read_natural(argument: str, value: object, wanted: str) -> int:
 
 def read_position(argument: str, value: object) -> int:
     """`value` as a position that some sequence could have."""
-    position = _read_int(argument, value)
+    position = read_int(argument, value)
     if not 0 <= position <= MAX_INT64:
         raise SlotError(f"`{argument}`: no sequence has a position {position}")
     return position
 
 
-def _read_int(argument: str, value: object) -> int:
+def read_int(argument: str, value: object) -> int:
+    """`value` as an int of any size."""
     try:
         return operator.index(cast("int", value))
     except TypeError:

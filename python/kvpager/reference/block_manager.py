@@ -31,7 +31,7 @@ from kvpager.errors import (
     StateError,
     UnknownSequenceError,
 )
-from kvpager.reference.arguments import COUNT, ID, MAX_INT64, check_length, read_natural, read_position
+from kvpager.reference.arguments import COUNT, ID, MAX_INT64, check_length, read_int, read_natural, read_position
 from kvpager.reference.audit import find_broken_invariants
 from kvpager.reference.pool import BlockPool
 from kvpager.reference.snapshots import PoolStats, SequenceState, SequenceView
@@ -53,6 +53,8 @@ class KVBlockManager(TensorFace):
 
     def __init__(self, num_physical_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
+        num_physical_blocks = read_int("num_physical_blocks", num_physical_blocks)
+        block_size = read_int("block_size", block_size)
         if not 1 <= num_physical_blocks <= MAX_BLOCKS:
             raise ConfigError(f"`num_physical_blocks`: wanted 1 to {MAX_BLOCKS} blocks, got {num_physical_blocks}")
         if block_size < 1:
@@ -111,6 +113,7 @@ class KVBlockManager(TensorFace):
 
     def release_sequence(self, sequence_id: int) -> None:
         """Forget a sequence and give its blocks back, last block first. O(blocks)."""
+        sequence_id = read_natural("sequence_id", sequence_id, ID)
         self._cut(self._find(sequence_id), 0)
         del self._sequences[sequence_id]
 
