@@ -224,12 +224,12 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
         found["rope_theta"] = _positive(raw, "rope_theta")
     if parameters is not None and parameters.get("rope_theta") is not None:
         found["rope_parameters.rope_theta"] = _positive(parameters, "rope_theta")
-    return float(_agreed(found, "`rope_theta` or `rope_parameters.rope_theta`"))
+    return float(_agreed(found, "`rope_theta` nor `rope_parameters.rope_theta`"))
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:
     found = {key: str(raw[key]).removeprefix("torch.") for key in ("torch_dtype", "dtype") if raw.get(key) is not None}
-    dtype = str(_agreed(found, "`torch_dtype` or `dtype`"))
+    dtype = str(_agreed(found, "`torch_dtype` nor `dtype`"))
     if dtype not in DTYPES:
         raise ConfigError(f"`{next(iter(found))}` is {dtype}; supported: {', '.join(DTYPES)}")
     return dtype

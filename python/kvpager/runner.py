@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
+from kvpager.errors import ArgumentError
 from kvpager.models import Qwen3ForCausalLM
 
 
@@ -36,10 +37,15 @@ class ModelRunner:
             Logits [B, V] float32 after each sequence's last given token.
 
         Raises:
+            ArgumentError: an id named twice, or no token for one.
             OutOfBlocksError: nothing has changed then.
             Exception: the forward pass failed; the sequences have grown by slots that hold nothing. Release them.
         """
         counts = [len(tokens) for tokens in token_ids]
+        if len(set(sequence_ids)) != len(sequence_ids):
+            raise ArgumentError("sequence_ids", "each at most once", list(sequence_ids))
+        if len(counts) != len(sequence_ids) or min(counts, default=0) < 1:
+            raise ArgumentError("token_ids", f"at least one for each of {len(sequence_ids)} sequences", counts)
         slot_mapping = self.block_manager.slot_mapping_for_append(sequence_ids, counts, device=self._device)
         if copies := self.block_manager.take_copies():
             self.cache.copy_blocks(copies)

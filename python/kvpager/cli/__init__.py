@@ -6,6 +6,8 @@ stderr and exit code 2.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -81,13 +83,11 @@ def main() -> None:
         app()
 
 
-class errors_as_one_line:  # noqa: N801 (a context manager reads like a function)
+@contextmanager
+def errors_as_one_line() -> Iterator[None]:
     """Turns an error that kvpager raises on purpose into one line on stderr and exit code 2."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, KVPagerError):
-            print(f"kvpager: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+    try:
+        yield
+    except KVPagerError as error:
+        print(f"kvpager: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -118,7 +118,9 @@ def _colour(index: int) -> str:
 def figures(llm: LLM, finished: Sequence[Finished]) -> Table:
     """A table of the run: tokens and blocks of each sequence, speed and waste of the whole."""
     stats, block_size = llm.stats, llm.config.block_size
-    table = Table(title=f"{len(finished)} sequences over blocks of {block_size} positions", title_justify="left")
+    table = Table(
+        title=f"{_count(len(finished), 'sequence')} over blocks of {block_size} positions", title_justify="left"
+    )
     table.add_column("sequence", no_wrap=True)
     for name in ("prompt\ntokens", "new\ntokens", "ended\nby", "blocks", "unused\npositions"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -153,7 +155,7 @@ def block_tables(finished: Sequence[Finished], block_size: int) -> Text:
         state = each.sequence
         table = list(state.block_table)
         shown.append(f"sequence {index}", style=f"bold {_colour(index)}")
-        shown.append(f": {state.sequence_length} positions in {len(table)} blocks, block table {table}\n")
+        shown.append(f": {state.sequence_length} positions in {_count(len(table), 'block')}, block table {table}\n")
         rows = [_block_row(state, logical, block_size) for logical in range(len(table))]
         if len(rows) > _MOST_ROWS:
             half = _MOST_ROWS // 2
@@ -170,6 +172,10 @@ def _block_row(state: SequenceState, logical: int, block_size: int) -> str:
     empty = block_size - (end - first)
     row = f"  positions {first:>4} … {last:<4}  block {block:>4}  slots {slot:>5} … {slot + last - first:<5}"
     return row.rstrip() if not empty else f"{row}  {empty} unused"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -9,6 +9,7 @@ import torch
 from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
+from kvpager.errors import ConfigError
 from kvpager.loader import load_parameters
 from kvpager.models import Qwen3ForCausalLM
 from kvpager.runner import ModelRunner
@@ -17,14 +18,33 @@ DEFAULT_KV_CACHE_BYTES = 2**30
 
 
 def make_runner(folder: Path, model_config: ModelConfig, config: EngineConfig) -> ModelRunner:
-    """Loads the model and makes the pool beside it."""
+    """Loads the model and makes the pool beside it.
+
+    Raises:
+        ConfigError: the device can't be used, or the model or the pool can't be made.
+    """
+    device = _usable_device(config.device)
     dtype = getattr(torch, resolve_dtype(model_config, config))
     with torch.device("meta"):
         model = Qwen3ForCausalLM(model_config)
     ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
-    load_parameters(model, folder, dtype=dtype, device=torch.device(config.device), ignored=ignored)
+    load_parameters(model, folder, dtype=dtype, device=device, ignored=ignored)
     cache = _make_cache(model_config, config, dtype)
     return ModelRunner(model.eval(), cache, KVBlockManager(cache.num_blocks, config.block_size))
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"`device` is {name}; supported: cpu, cuda, cuda:0, …") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device` is {name}; supported: cpu, cuda, cuda:0, …")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"`device` is {name}; torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
 
 
 def resolve_dtype(model_config: ModelConfig, config: EngineConfig) -> str:

@@ -1,0 +1,188 @@
+"""config.json in both spellings; what is missing or not computed is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvpager import config
+from kvpager.config import EngineConfig, ModelConfig, default_dtype
+from kvpager.errors import ConfigError
+
+# Qwen3-0.6B as it is published: the old spelling.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def without(*keys: str, **changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in PUBLISHED.items() if key not in keys} | changes
+
+
+def new_spelling(**changes: Any) -> dict[str, Any]:
+    parameters = {"rope_theta": 1000000.0, "rope_type": "default"}
+    return without("rope_theta", "rope_scaling", "torch_dtype", rope_parameters=parameters, dtype="bfloat16") | changes
+
+
+def test_the_published_config() -> None:
+    read = ModelConfig.from_dict(PUBLISHED)
+    assert read == ModelConfig(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        eos_token_ids=(151645,),
+    )
+    assert ModelConfig.from_dict(new_spelling()) == read
+
+
+def test_b112_a_missing_head_dim_is_hidden_over_heads() -> None:
+    assert ModelConfig.from_dict(without("head_dim")).head_dim == 64
+    assert ModelConfig.from_dict(without("head_dim", head_dim=None)).head_dim == 64
+    with pytest.raises(ConfigError, match=r"`head_dim` is missing and `hidden_size` 1000 is not a multiple"):
+        ModelConfig.from_dict(without("head_dim", hidden_size=1000))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (without("rope_theta"), "config has neither `rope_theta` nor `rope_parameters.rope_theta`"),
+        (new_spelling(rope_parameters={"rope_type": "default"}), "config has neither `rope_theta` nor"),
+        (without("torch_dtype"), "config has neither `torch_dtype` nor `dtype`"),
+        (without("tie_word_embeddings"), "config has no `tie_word_embeddings`"),
+        (without("rms_norm_eps"), "config has no `rms_norm_eps`"),
+        (without(vocab_size="many"), '`vocab_size` is "many"; wanted an integer of at least 1'),
+        (without(num_hidden_layers=True), "`num_hidden_layers` is true; wanted an integer"),
+        (without(tie_word_embeddings=1), "`tie_word_embeddings` is 1; wanted true or false"),
+        (without(rope_theta=-1), "`rope_theta` is -1; wanted a number above 0"),
+        (without(eos_token_id="end"), '`eos_token_id` is "end"; wanted a token id'),
+        (without(rope_parameters={"rope_theta": 5.0}), "`rope_theta` 1000000.0, `rope_parameters.rope_theta` 5.0"),
+        (without(dtype="float16"), "`torch_dtype` bfloat16, `dtype` float16"),
+        (without(torch_dtype="float8_e4m3fn"), "`torch_dtype` is float8_e4m3fn; supported: float32, float16, bfloat16"),
+        (
+            without(architectures=["LlamaForCausalLM"]),
+            "`architectures` is LlamaForCausalLM; supported: Qwen3ForCausalLM",
+        ),
+        (without("architectures", model_type="qwen2"), "`architectures` is qwen2; supported: Qwen3ForCausalLM"),
+        (without(architectures=["Qwen3MoeForCausalLM"]), "`architectures` is Qwen3MoeForCausalLM"),
+        (without(model_type="qwen3_moe"), '`model_type` is "qwen3_moe"; supported: "qwen3"'),
+        (without(hidden_act="gelu"), '`hidden_act` is "gelu"; supported: "silu"'),
+        (without(attention_bias=True), "`attention_bias` is true; supported: false"),
+        (without(use_sliding_window=True), "`use_sliding_window` is true; supported: false"),
+        (without(quantization_config={"bits": 4}), '`quantization_config` is {"bits": 4}; supported: null'),
+        (without(layer_types=["full_attention", "sliding_attention"]), "`layer_types` has sliding_attention"),
+        (
+            without(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            "`rope_scaling` asks for RoPE scaling of type yarn",
+        ),
+        (
+            without(rope_scaling={"type": "linear", "factor": 2.0}),
+            "`rope_scaling` asks for RoPE scaling of type linear",
+        ),
+        (
+            new_spelling(rope_parameters={"rope_theta": 1e6, "rope_type": "yarn"}),
+            "`rope_parameters` asks for RoPE scaling",
+        ),
+        (without(rope_scaling={"partial_rotary_factor": 0.5}), "`rope_scaling.partial_rotary_factor` is 0.5"),
+        (without(num_key_value_heads=3), "`num_attention_heads` 16 is not a multiple of `num_key_value_heads` 3"),
+        (without(head_dim=33), "`head_dim` 33 is odd"),
+    ],
+)
+def test_refusals_name_key_and_value(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(raw)
+    assert message in str(caught.value)
+
+
+def test_harmless_values_are_read() -> None:
+    scaling = {"rope_type": "default"}
+    assert ModelConfig.from_dict(without("hidden_act", "use_sliding_window", rope_scaling=scaling)).head_dim == 128
+    assert ModelConfig.from_dict(
+        without(rope_parameters=None, dtype="bfloat16", layer_types=["full_attention"])
+    ).head_dim
+    assert ModelConfig.from_dict(without(torch_dtype="torch.float32")).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [(5, None, (5,)), (5, 7, (7,)), (5, [7, 5, 7], (7, 5)), ([1, 2], "absent", (1, 2)), (None, "absent", ())],
+)
+def test_end_of_text_ids(tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]) -> None:
+    """generation_config.json decides where it names any: a chat model ends on more tokens than its base."""
+    (tmp_path / "config.json").write_text(json.dumps(without(eos_token_id=in_config)))
+    if in_generation != "absent":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation}))
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "is not valid JSON"), ("[1]", "holds list, wanted an object")])
+def test_a_damaged_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"can't read `.*config.json`: No such file"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "`dtype` is int8; supported: auto, float32, float16, bfloat16"),
+        ({"block_size": 0}, "`block_size` is 0; it must be at least 1"),
+        ({"num_blocks": 0}, "`num_blocks` is 0; it must be at least 1"),
+        ({"num_blocks": 4, "kv_cache_memory_bytes": 4}, "both set the size of the pool; give one"),
+    ],
+)
+def test_engine_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stored", "device", "expected"),
+    [
+        ({"avx2"}, "bfloat16", "cpu", "float32"),
+        ({"avx512_bf16"}, "bfloat16", "cpu", "bfloat16"),
+        ({"amx_bf16"}, "bfloat16", "cpu", "bfloat16"),
+        ({"avx512_bf16"}, "float16", "cpu", "float32"),
+        (set(), "float32", "cpu", "float32"),
+        (set(), "bfloat16", "cuda:1", "bfloat16"),
+    ],
+)
+def test_dtype_auto_asks_the_processor(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], stored: str, device: str, expected: str
+) -> None:
+    monkeypatch.setattr(config, "cpu_features", lambda: frozenset(flags))
+    assert default_dtype(stored, device) == expected
