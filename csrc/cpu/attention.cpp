@@ -48,7 +48,7 @@ int64_t check_query_len(const AttentionParams<T>& p, int64_t row) {
   if (query_len < 0 || query_len > p.max_query_len)
     fail_argument("query_start_loc", "steps of 0 to " + std::to_string(p.max_query_len) + " (`max_query_len`)",
                   std::to_string(query_len) + " at row " + std::to_string(row));
-  if (query_len > p.seq_lens[row])
+  if (p.seq_lens[row] >= 0 && query_len > p.seq_lens[row])  // a negative length is check_sequence's to refuse
     fail_argument("query_start_loc", "no more query tokens than the sequence is long",
                   std::to_string(query_len) + " queries for length " + std::to_string(p.seq_lens[row]) + " at row " +
                       std::to_string(row));

@@ -37,13 +37,24 @@ __device__ QueryPlace place_of(const AttentionParams<T>& p, int64_t token) {
   return {low, length, stop - start, length - (stop - token)};
 }
 
-// The whole start list is checked by the block of token 0 and head 0.
+// Of all rows, also of those that no query token belongs to.
+template <class T>
+__device__ bool length_is_valid(const AttentionParams<T>& p, int64_t length) {
+  return length >= 0 && length <= p.max_blocks * p.pool.block_size && length <= p.max_seq_len;
+}
+
+// The whole start list, and the lengths beside it, are checked by the block of token 0 and head 0.
 template <class T>
 __device__ void check_query_starts(const AttentionParams<T>& p, unsigned* errors) {
   if (p.query_start_loc.data == nullptr || blockIdx.x != 0 || blockIdx.y != 0) return;
   for (int64_t row = threadIdx.x; row < p.num_sequences; row += kThreads) {
     const int64_t query_len = int64_t{p.query_start_loc[row + 1]} - p.query_start_loc[row];
-    if (query_len < 0 || query_len > p.max_query_len || query_len > p.seq_lens[row]) report(errors, kQueryStartLoc);
+    const int64_t length = p.seq_lens[row];
+    if (!length_is_valid(p, length)) {
+      report(errors, kSeqLens);
+    } else if (query_len < 0 || query_len > p.max_query_len || query_len > length) {
+      report(errors, kQueryStartLoc);
+    }
   }
   if (threadIdx.x == 0 && (p.query_start_loc[0] != 0 || p.query_start_loc[p.num_sequences] > p.num_tokens))
     report(errors, kQueryStartLoc);
@@ -53,7 +64,7 @@ __device__ void check_query_starts(const AttentionParams<T>& p, unsigned* errors
 template <class T>
 __device__ bool row_is_valid(const AttentionParams<T>& p, const QueryPlace& at, unsigned* errors) {
   const int64_t S = p.pool.block_size;
-  if (at.length < 0 || at.length > p.max_blocks * S || at.length > p.max_seq_len) {
+  if (!length_is_valid(p, at.length)) {
     if (threadIdx.x == 0) report(errors, kSeqLens);
     return false;
   }

@@ -13,6 +13,7 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -55,7 +56,9 @@ struct Fiber {
 struct Warp {
   uint32_t alive = 0, ready = 0;   // lanes that have not returned; those of them that may run
   uint32_t at_collective = 0, at_barrier = 0;
-  uint64_t exchange[2][kWarp] = {};  // a lane can be one collective ahead of its peers, not two
+  // Two buffers: a lane can be one collective ahead of its peers, not two. And who took part in each.
+  uint64_t exchange[2][kWarp] = {};
+  uint32_t taking_part[2] = {};
 };
 
 // One block in flight, and the scheduler's state. Fibers and stacks are reused from block to block.
@@ -145,6 +148,8 @@ inline void release_barrier() {
 }
 
 inline void release_warp(Warp& warp) {
+  const Fiber& one = block->fibers[(&warp - block->warps.data()) * kWarp + std::countr_zero(warp.at_collective)];
+  warp.taking_part[(one.collectives - 1) & 1] = warp.at_collective;
   warp.ready |= warp.at_collective;
   warp.at_collective = 0;
 }
@@ -184,7 +189,8 @@ T exchange(T mine, int source) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   Fiber* self = block->running;
   Warp& warp = block->warps[self->warp];
-  uint64_t* buffer = warp.exchange[self->collectives++ & 1];
+  const unsigned parity = self->collectives++ & 1;
+  uint64_t* buffer = warp.exchange[parity];
   memcpy(&buffer[self->lane], &mine, sizeof mine);
   warp.at_collective |= 1u << self->lane;
   if (warp.at_collective == warp.alive) {
@@ -194,7 +200,7 @@ T exchange(T mine, int source) {
     warp.ready &= ~(1u << self->lane);
     yield();
   }
-  if (!(warp.alive >> source & 1)) die("a shuffle from a lane that has returned");
+  if (!(warp.taking_part[parity] >> source & 1)) die("a shuffle from a lane that has returned");
   T theirs;
   memcpy(&theirs, &buffer[source], sizeof theirs);
   return theirs;

@@ -90,16 +90,13 @@ class PagedKVCache:
         device: str | torch.device = "cpu",
         block_major: bool = False,
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_blocks": num_blocks,
-            "num_kv_heads": num_kv_heads,
-            "block_size": block_size,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"`{name}`: wanted at least 1, got {size}")
+        _check_sizes(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+        )
         if layout not in ("HND", "NHD"):
             raise ConfigError(f'`layout`: wanted "HND" or "NHD", got {layout}')
         if dtype not in FLOAT_DTYPES:
@@ -154,9 +151,10 @@ class PagedKVCache:
             got = "none" if num_blocks is None else "both"
             raise ConfigError(f"wanted one of `num_blocks` and `kv_cache_memory_bytes`, got {got}")
         if kv_cache_memory_bytes is not None:
-            per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-            per_block = per_token * block_size
-            num_blocks = kv_cache_memory_bytes // per_block if per_block > 0 else 0
+            L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+            _check_sizes(num_layers=L, num_kv_heads=K, block_size=block_size, head_dim=D)
+            per_block = 2 * L * K * D * dtype.itemsize * block_size
+            num_blocks = kv_cache_memory_bytes // per_block
             if num_blocks < 1:
                 raise ConfigError(
                     f"`kv_cache_memory_bytes`: wanted at least {per_block} bytes (one block of {block_size} tokens), "
@@ -252,3 +250,9 @@ class PagedKVCache:
     def copy_blocks(self, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
         """Copy blocks through all layers, (source, destination) each; see `kvpager.ops.copy_blocks`."""
         ops.copy_blocks([self._by_block], pairs)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"`{name}`: wanted at least 1, got {size}")

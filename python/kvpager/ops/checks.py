@@ -209,7 +209,7 @@ def check_query_values(query_start_loc: list[int], seq_lens: list[int], num_toke
         if not 0 <= query_len <= max_query_len:
             wanted = f"steps of 0 to {max_query_len} (`max_query_len`)"
             raise ArgumentError("query_start_loc", wanted, f"{query_len} at row {row}")
-        if query_len > length:
+        if query_len > length >= 0:  # a negative length is for `check_sequence_values` to refuse
             wanted = "no more query tokens than the sequence is long"
             raise ArgumentError("query_start_loc", wanted, f"{query_len} queries for length {length} at row {row}")
     if query_start_loc[-1] > num_tokens:

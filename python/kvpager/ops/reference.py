@@ -80,7 +80,7 @@ def attention(
         scores if sinks is None else torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)], 2)
     )
     lse = torch.logsumexp(logits, dim=2)  # [H, t]
-    weights = torch.exp(scores - lse.unsqueeze(2))
+    weights = torch.softmax(logits, dim=2)[:, :, : len(keys)]  # a sink takes weight and gives no value
     return torch.einsum("htn,nhd->thd", weights, values), lse.T
 
 
