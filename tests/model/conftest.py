@@ -6,7 +6,7 @@ each layer's attention output (what goes into `o_proj`) of the last query.
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+def _one_thread() -> Iterator[None]:
+    """These models are too small to share out: a second thread would only wait for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def save_random_model(name: str, folder: Path) -> None:

@@ -29,7 +29,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "2", **environment},
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **environment},
     )
 
 
