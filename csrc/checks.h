@@ -55,8 +55,16 @@ inline void check_last_contiguous(const char* argument, const Tensor& tensor) {
     fail_argument(argument, "a contiguous last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
 }
 
+constexpr const char* kFloatDtypes = "float32, float16, bfloat16 or float64";
+
+inline bool is_float(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16 ||
+         dtype == ScalarType::Double;
+}
+
 inline PoolShape check_pool(const Tensor& key_cache, const Tensor& value_cache) {
   if (key_cache.dim() != 4) fail_argument("key_cache", "[N, K, S, D]", shape_text(key_cache));
+  if (!is_float(key_cache.scalar_type())) fail_argument("key_cache", kFloatDtypes, "another dtype");
   const PoolShape pool{key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
   if (pool.num_kv_heads < 1 || pool.block_size < 1 || pool.head_dim < 1)
     fail_argument("key_cache", "K, S and D of at least 1", shape_text(key_cache));
@@ -109,7 +117,7 @@ void with_float_type(const char* argument, ScalarType dtype, const F& use) {
     case ScalarType::Double: return use(double{});
     case ScalarType::Half: return use(float16{});
     case ScalarType::BFloat16: return use(bfloat16{});
-    default: fail_argument(argument, "float32, float16, bfloat16 or float64", "another dtype");
+    default: fail_argument(argument, kFloatDtypes, "another dtype");
   }
 }
 
@@ -170,6 +178,7 @@ AttentionParams<T> attention_params(const Tensor& out, const std::optional<Tenso
   if (lse) check_tensor("lse", *lse, wide, key_cache, {num_tokens, num_heads});
   if (sinks) check_tensor("sinks", *sinks, wide, key_cache, {num_heads});
   if (options.window < 0) fail_argument("window", "0 or more positions", std::to_string(options.window));
+  if (!(options.softcap >= 0)) fail_argument("softcap", "0 or more", std::to_string(options.softcap));
 
   AttentionParams<T> params{};
   params.out = mutable_rows_of<T>(out);

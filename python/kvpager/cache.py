@@ -114,6 +114,11 @@ class PagedKVCache:
         by_layer = self.storage.permute(1, 2, 0, 3, 4, 5) if block_major else self.storage  # [L, 2, N, …]
         self.key_cache: tuple[Tensor, ...] = tuple(layer[0] for layer in by_layer)
         self.value_cache: tuple[Tensor, ...] = tuple(layer[1] for layer in by_layer)
+        # What the ops are given: HND views, made once.
+        self._hnd_caches = tuple(
+            (key, value) if layout == "HND" else (key.transpose(1, 2), value.transpose(1, 2))
+            for key, value in zip(self.key_cache, self.value_cache, strict=True)
+        )
         self._by_block = self.storage if block_major else self.storage.permute(2, 0, 1, 3, 4, 5)  # [N, L, 2, …]
 
     def _allocate(self, device: torch.device) -> Tensor:
@@ -185,7 +190,7 @@ class PagedKVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""
-        ops.write_kv(key, value, self.key_cache[layer], self.value_cache[layer], slot_mapping, layout=self.layout)
+        ops.write_kv(key, value, *self._hnd_caches[layer], slot_mapping)
 
     def attend(
         self,
@@ -215,7 +220,7 @@ class PagedKVCache:
         Returns:
             out [T, H, D].
         """
-        key_cache, value_cache = self.key_cache[layer], self.value_cache[layer]
+        key_cache, value_cache = self._hnd_caches[layer]
         tables, lengths = metadata.block_tables, metadata.seq_lens
         if metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]:
             return ops.paged_attention(
@@ -229,7 +234,6 @@ class PagedKVCache:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
-                layout=self.layout,
             )
         return ops.paged_prefill(
             query,
@@ -244,7 +248,6 @@ class PagedKVCache:
             window=window,
             softcap=softcap,
             sinks=sinks,
-            layout=self.layout,
         )
 
     def copy_blocks(self, pairs: Tensor | Sequence[tuple[int, int]]) -> None:

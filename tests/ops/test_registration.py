@@ -117,16 +117,8 @@ BAD_ARGUMENTS = [
     ("query", torch.zeros(2, 8, 4).mT, "a contiguous last dimension (stride 1), got stride 4"),
     ("key_cache", torch.zeros(4, 2, 32), f"[N, K, S, D] {FLOATS}, got [4, 2, 32] float32 on cpu"),
     ("key_cache", torch.zeros(4, 2, 4, 8).int(), f"[N, K, S, D] {FLOATS}, got [4, 2, 4, 8] int32 on cpu"),
-    (
-        "key_cache",
-        torch.zeros(4, 2, 0, 8),
-        "[N, K, S, D] with K, S and D of at least 1, got [4, 2, 0, 8] float32 on cpu",
-    ),
-    (
-        "value_cache",
-        torch.zeros(5, 2, 4, 8),
-        "the shape, dtype and device of `key_cache`, got [3, 2, 4, 8] float32 on cpu",
-    ),
+    ("key_cache", EMPTY_BLOCKS, "[N, K, S, D] with K, S and D of at least 1, got [4, 2, 0, 8] float32 on cpu"),
+    ("value_cache", SHORT_POOL, "the shape, dtype and device of `key_cache`, got [3, 2, 4, 8] float32 on cpu"),
     ("seq_lens", META_LENGTHS, "[B] int32 on cpu, got [2] int32 on meta"),
     ("block_tables", torch.zeros(3, 2).int(), "2 rows, one for each of `seq_lens`, got 3 rows"),
     ("sinks", torch.zeros(2), "[4] float32 on cpu, got [2] float32 on cpu"),

@@ -6,23 +6,22 @@ views (of one allocation for all layers, of interleaved K and V); the last dimen
 contiguous. dtypes: float32, float16, bfloat16, float64, one for all float tensors of a call. Arithmetic is in float32
 (float64 for float64).
 
-Shapes, dtypes and devices are checked here and raise `ArgumentError`. Bad values (slots, table entries, lengths) raise
-`SlotError` or `ArgumentError` on the CPU, with nothing written. On CUDA the row is skipped and an error is kept on the
-device until `check_errors()` raises it; `KVPAGER_CHECKED=1` does that after every call, at the price of a device sync.
-Inside `torch.compile` a bad value surfaces as the RuntimeError that carries the same text.
+Shapes, dtypes and devices that do not fit raise `ArgumentError`, before anything is written. Bad values (slots, table
+entries, lengths) raise `SlotError` or `ArgumentError` on the CPU, with nothing written. On CUDA the row is skipped and
+an error is kept on the device until `check_errors()` raises it; `KVPAGER_CHECKED=1` does that after every call, at the
+price of a device sync. In a compiled graph a bad value surfaces as the kernel's RuntimeError, with the same text.
 
 Importing this module loads the native library, or registers the reference kernels and logs that once.
 """
 
-import math
 import os
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from kvpager.errors import ArgumentError
+from kvpager.errors import ArgumentError, KVPagerError
 from kvpager.ops import checks, dispatch
 from kvpager.ops.device_errors import check_errors, typed_error
 from kvpager.ops.schemas import registered_op
@@ -33,6 +32,8 @@ Layout = Literal["HND", "NHD"]
 
 dispatch.register_kernels()
 
+# What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.
+_REFUSALS = (RuntimeError, IndexError, ArithmeticError)
 _CHECKED = os.environ.get("KVPAGER_CHECKED") == "1"
 _write_kv = registered_op("write_kv")
 _paged_attention = registered_op("paged_attention")
@@ -67,11 +68,10 @@ def write_kv(
     O(T · K · D).
     """
     key_cache, value_cache = _as_hnd(key_cache, value_cache, layout)
-    checks.check_write_shapes(key, value, key_cache, value_cache, slot_mapping)
     try:
         _write_kv(key, value, key_cache, value_cache, slot_mapping)
-    except RuntimeError as error:
-        raise typed_error(error) from None
+    except _REFUSALS as error:
+        _raise_typed(error, checks.check_write, key, value, key_cache, value_cache, slot_mapping)
     if _CHECKED:
         check_errors(key_cache.device)
 
@@ -158,20 +158,23 @@ def paged_attention(
     O(sum of lengths · H · D).
     """
     key_cache, value_cache = _as_hnd(key_cache, value_cache, layout)
-    checks.check_attention_shapes(query, key_cache, value_cache, block_tables, seq_lens, None, sinks, window, softcap)
-    out, lse = _outputs(query, out, lse, return_lse)
-    bound = block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len
-    factor = 1.0 / math.sqrt(query.shape[2]) if scale is None else scale
+    given = (out, lse)
     try:
+        out, lse = _outputs(query, out, lse, return_lse)
         _paged_attention(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens,
-            scale=factor, max_seq_len=bound, window=window, softcap=softcap, sinks=sinks,
+            scale=query.shape[2] ** -0.5 if scale is None else scale,
+            max_seq_len=block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len,
+            window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-    except RuntimeError as error:
-        raise typed_error(error) from None
+    except _REFUSALS as error:
+        _raise_typed(
+            error, checks.check_attention,
+            *given, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+        )  # fmt: skip
     if _CHECKED:
         check_errors(out.device)
-    return _result(out, lse, return_lse)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
 
 
 @overload
@@ -266,23 +269,24 @@ def paged_prefill(
     O(sum over query tokens of their position · H · D).
     """
     key_cache, value_cache = _as_hnd(key_cache, value_cache, layout)
-    checks.check_attention_shapes(
-        query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, sinks, window, softcap
-    )
-    out, lse = _outputs(query, out, lse, return_lse)
-    bound = block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len
-    query_bound = query.shape[0] if max_query_len is None else max_query_len
-    factor = 1.0 / math.sqrt(query.shape[2]) if scale is None else scale
+    given = (out, lse)
     try:
+        out, lse = _outputs(query, out, lse, return_lse)
         _paged_prefill(
             out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-            scale=factor, max_query_len=query_bound, max_seq_len=bound, window=window, softcap=softcap, sinks=sinks,
+            scale=query.shape[2] ** -0.5 if scale is None else scale,
+            max_query_len=query.shape[0] if max_query_len is None else max_query_len,
+            max_seq_len=block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len,
+            window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-    except RuntimeError as error:
-        raise typed_error(error) from None
+    except _REFUSALS as error:
+        _raise_typed(
+            error, checks.check_attention,
+            *given, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap,
+        )  # fmt: skip
     if _CHECKED:
         check_errors(out.device)
-    return _result(out, lse, return_lse)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
 
 
 @overload
@@ -339,13 +343,13 @@ def merge_attention(
 
     O(T · H · D).
     """
-    checks.check_merge_shapes(out_a, lse_a, out_b, lse_b)
-    out, lse = _outputs(out_a, out, lse, return_lse)
+    given = (out, lse)
     try:
+        out, lse = _outputs(out_a, out, lse, return_lse)
         _merge_attention(out, lse, out_a, lse_a, out_b, lse_b)
-    except RuntimeError as error:
-        raise typed_error(error) from None
-    return _result(out, lse, return_lse)
+    except _REFUSALS as error:
+        _raise_typed(error, checks.check_merge, *given, out_a, lse_a, out_b, lse_b)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, int]]) -> None:
@@ -369,11 +373,10 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, in
         if caches and caches[0].dim():
             checks.check_pair_values(rows, caches[0].shape[0])
         pairs = torch.tensor(rows, dtype=torch.int64, device=caches[0].device if caches else None).reshape(-1, 2)
-    checks.check_copy_shapes(caches, pairs)
     try:
         _copy_blocks(caches, pairs)
-    except RuntimeError as error:
-        raise typed_error(error) from None
+    except _REFUSALS as error:
+        _raise_typed(error, checks.check_copy, caches, pairs)
     if _CHECKED:
         check_errors(pairs.device)
 
@@ -393,17 +396,17 @@ def _as_hnd(key_cache: Tensor, value_cache: Tensor, layout: Layout) -> tuple[Ten
 def _outputs(query: Tensor, out: Tensor | None, lse: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     if out is None:
         out = query.new_empty(query.shape)  # empty_like would keep the strides of a fused projection
-    else:
-        checks.check_out(out, query)
-    if lse is not None:
-        checks.check_lse("lse", lse, out)
-    elif return_lse:
+    if lse is None and return_lse:
         lse = query.new_empty(query.shape[:2], dtype=checks.accumulate_dtype(query.dtype))
     return out, lse
 
 
-def _result(out: Tensor, lse: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    if return_lse:
-        assert lse is not None  # made by `_outputs`
-        return out, lse
-    return out
+def _raise_typed(error: Exception, check: Callable[..., object], *arguments: object) -> NoReturn:
+    """Say what was wrong: the kernels refuse whatever does not fit, the checks here word it as the caller sees it."""
+    if isinstance(error, KVPagerError):
+        raise error
+    try:
+        check(*arguments)
+    except ArgumentError as refusal:
+        raise refusal from None
+    raise typed_error(error) from None

@@ -1,8 +1,9 @@
-"""Argument checks of the ops: shapes, dtypes and devices in the wrappers, values in the reference kernels.
+"""What the ops accept: shapes, dtypes and devices, and the values of the integers.
 
-The wrappers call `check_*_shapes` on every call, so these read metadata only (no device sync, no tensor operation). The
-`check_*_values` read the integers themselves; the native CPU kernels make the same checks in C++ with the same words,
-the CUDA kernels skip the offending row and set a device error word instead. All raise before anything is written.
+Every check raises before anything is written. One `check_<op>` for each op reads metadata only. The reference kernels and the fakes call it first; the native kernels
+make the same checks in C++ (csrc/checks.h), and the wrappers call it when one of those refuses, to word the refusal.
+The `check_*_values` read the integers themselves, in the reference kernels; the native CPU kernels do the same in C++
+with the same words, the CUDA kernels skip the offending row and set a device error word.
 """
 
 from typing import NoReturn
@@ -60,9 +61,7 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
     return shape
 
 
-def check_write_shapes(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Metadata of `write_kv`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
     _check_rows("key", key, "[T, K, D]", key_cache, K, D)
@@ -75,13 +74,15 @@ def check_write_shapes(
         raise ArgumentError("value", f"at least {rows} rows, one for each slot", f"{value.shape[0]} rows")
 
 
-def check_attention_shapes(
+def check_attention(
+    out: Tensor | None,
+    lse: Tensor | None,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    seq_lens: Tensor,
     query_start_loc: Tensor | None,
+    seq_lens: Tensor,
     sinks: Tensor | None,
     window: int,
     softcap: float,
@@ -113,26 +114,32 @@ def check_attention_shapes(
             _refuse("sinks", f"[{H}] {str(dtype).removeprefix('torch.')} on {device}", sinks)
     if window < 0:
         raise ArgumentError("window", "0 (all positions) or a positive number of positions", window)
-    if softcap < 0:
+    if not softcap >= 0:
         raise ArgumentError("softcap", "0 (none) or a positive number", softcap)
+    _check_results(out, lse, query)
 
 
-def check_out(out: Tensor, query: Tensor) -> None:
-    """A caller's `out`: the query's shape, dtype and device; any strides with a contiguous last dimension."""
-    _check_rows("out", out, "[T, H, D]", query, query.shape[1], query.shape[2])
-    if out.shape[0] != query.shape[0]:
-        raise ArgumentError("out", f"{query.shape[0]} rows", f"{out.shape[0]} rows")
+def _check_results(out: Tensor | None, lse: Tensor | None, query: Tensor) -> None:
+    """A caller's `out` and `lse`: `out` has the query's shape and any strides with a contiguous last dimension."""
+    if out is not None:
+        _check_rows("out", out, "[T, H, D]", query, query.shape[1], query.shape[2])
+        if out.shape[0] != query.shape[0]:
+            raise ArgumentError("out", f"{query.shape[0]} rows", f"{out.shape[0]} rows")
+    if lse is not None:
+        _check_lse("lse", lse, query)
 
 
-def check_lse(argument: str, lse: Tensor, out: Tensor) -> None:
-    """An `lse` [T, H] that goes with `out` [T, H, D]."""
-    dtype = accumulate_dtype(out.dtype)
-    if lse.shape != out.shape[:2] or lse.dtype is not dtype or lse.device != out.device:
-        shape = ", ".join(str(size) for size in out.shape[:2])
-        _refuse(argument, f"[{shape}] {str(dtype).removeprefix('torch.')} on {out.device}", lse)
+def _check_lse(argument: str, lse: Tensor, query: Tensor) -> None:
+    """An `lse` [T, H] beside a query or out [T, H, D]."""
+    dtype = accumulate_dtype(query.dtype)
+    if lse.shape != query.shape[:2] or lse.dtype is not dtype or lse.device != query.device:
+        shape = ", ".join(str(size) for size in query.shape[:2])
+        _refuse(argument, f"[{shape}] {str(dtype).removeprefix('torch.')} on {query.device}", lse)
 
 
-def check_merge_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+def check_merge(
+    out: Tensor | None, lse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> None:
     """Metadata of `merge_attention`."""
     if out_a.dim() != 3 or out_a.dtype not in FLOAT_DTYPES:
         _refuse("out_a", "[T, H, D] float32, float16, bfloat16 or float64", out_a)
@@ -141,11 +148,12 @@ def check_merge_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
     _check_rows("out_b", out_b, "[T, H, D]", out_a, H, D)
     if out_b.shape[0] != T:
         raise ArgumentError("out_b", f"{T} rows", f"{out_b.shape[0]} rows")
-    check_lse("lse_a", lse_a, out_a)
-    check_lse("lse_b", lse_b, out_b)
+    _check_lse("lse_a", lse_a, out_a)
+    _check_lse("lse_b", lse_b, out_a)
+    _check_results(out, lse, out_a)
 
 
-def check_copy_shapes(caches: list[Tensor], pairs: Tensor) -> None:
+def check_copy(caches: list[Tensor], pairs: Tensor) -> None:
     """Metadata of `copy_blocks`: caches whose first dimension is the block, pairs [P, 2] beside them."""
     if not caches:
         raise ArgumentError("caches", "at least one cache", "none")

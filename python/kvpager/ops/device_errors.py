@@ -26,8 +26,8 @@ _ARGUMENT_TEXT = re.compile(r"ArgumentError: `(\w+)`: wanted (.*), got (.*)")
 _SLOT_TEXT = re.compile(r"SlotError: (.*)")
 
 
-def typed_error(error: RuntimeError) -> Exception:
-    """The kvpager error that a kernel's RuntimeError stands for; the RuntimeError itself if it is another one."""
+def typed_error(error: Exception) -> Exception:
+    """The kvpager error that a kernel's RuntimeError stands for; the error itself if it is another one."""
     text = str(error)
     if found := _SLOT_TEXT.search(text):
         return SlotError(found[1])

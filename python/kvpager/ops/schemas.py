@@ -1,9 +1,9 @@
-"""The schemas of the registered ops and their fakes: the one place where a signature stands.
+"""The schemas of the registered ops: the one place where a signature stands.
 
 Every op writes into tensors it is given and returns nothing, so a captured graph or a compiled step allocates nothing.
 The caches are HND, [N, K, S, D], with any strides over the first three dimensions; the wrappers turn NHD into views.
 Lengths that change from step to step are SymInt: with `int`, torch.compile would compile anew for each value.
-Kernels are registered elsewhere: by the native library (csrc/ops.cpp, csrc/cuda/) or by `kvpager.ops.dispatch`.
+Kernels and fakes are registered elsewhere: by the native library (csrc/ops.cpp, csrc/cuda/) and `kvpager.ops.dispatch`.
 """
 
 import torch
@@ -35,13 +35,8 @@ SCHEMAS = {
 library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
-def _writes_in_place(*_args: object, **_kwargs: object) -> None:
-    """Fake of every op: results go to tensors that exist already."""
-
-
 for _name, _schema in SCHEMAS.items():
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_in_place, lib=library)
 
 
 def registered_op(name: str) -> OpOverload:
