@@ -12,6 +12,7 @@ same time; a request that finds no room waits (first come, first served) and cou
 
 import argparse
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,10 +78,10 @@ class MaximumReservation:
     name: str = "maximum-length reservation"
     copied_slots: int = 0
 
-    def start(self, request: int, prompt: int) -> bool:  # noqa: ARG002, D102
+    def start(self, request: int, prompt: int) -> bool:  # noqa: D102
         return self.arena.take(request, self.max_len)
 
-    def grow(self, request: int) -> bool:  # noqa: ARG002, D102
+    def grow(self, request: int) -> bool:  # noqa: D102
         return True
 
     def finish(self, request: int) -> None:  # noqa: D102
@@ -180,29 +181,28 @@ class Outcome:
 
 
 def run(memory: Memory, trace: list[Request]) -> Outcome:
-    """One new token a step for each running request; requests start in order, as soon as there is room."""
-    outcome, waiting, lengths = Outcome(), list(enumerate(trace)), dict[int, int]()
+    """One new token a step for each running request; waiting ones start in order, unless a running one lacks room."""
+    outcome, waiting, lengths = Outcome(), deque(enumerate(trace)), dict[int, int]()
     while waiting or lengths:
-        while waiting and memory.start(waiting[0][0], waiting[0][1].prompt):
-            request, shape = waiting.pop(0)
-            lengths[request] = shape.prompt
-        outcome.refusals += bool(waiting)
-        grown = 0
+        stuck = 0
         for request in list(lengths):
-            if memory.grow(request):
-                grown += 1
-                lengths[request] += 1
-                if lengths[request] == trace[request].prompt + trace[request].new:
-                    memory.finish(request)
-                    del lengths[request]
-            else:
-                outcome.refusals += 1
-        if lengths and not grown:  # everybody waits for room: the youngest gives its own back and starts again later
+            if not memory.grow(request):
+                stuck += 1
+                continue
+            lengths[request] += 1
+            if lengths[request] == trace[request].prompt + trace[request].new:
+                memory.finish(request)
+                del lengths[request]
+        if stuck and stuck == len(lengths):  # nobody can go on: the youngest gives its room back and starts over later
             youngest = max(lengths)
             memory.finish(youngest)
             del lengths[youngest]
-            waiting.insert(0, (youngest, trace[youngest]))
+            waiting.appendleft((youngest, trace[youngest]))
+        while waiting and not stuck and memory.start(waiting[0][0], waiting[0][1].prompt):
+            request, shape = waiting.popleft()
+            lengths[request] = shape.prompt
         outcome.steps += 1
+        outcome.refusals += stuck + bool(waiting)
         outcome.running += len(lengths)
         outcome.used += sum(lengths.values())
         outcome.reserved += memory.reserved_slots()
@@ -218,7 +218,9 @@ def show_articles_cases(console: Console) -> None:
     held = manager.stats.live * BLOCK_SIZE
     console.print("[bold]One request, 300 tokens long in the end[/bold]")
     console.print(f"  4,096 slots reserved: {length / reserved:.1%} of them used")
-    console.print(f"  paged: {held} slots held, {length / held:.1%} used ({held - length} unused, all in the last block)\n")
+    console.print(
+        f"  paged: {held} slots held, {length / held:.1%} used ({held - length} unused, all in the last block)\n"
+    )
 
     letters = dict(enumerate("ABCDE"))
     arena, manager = Arena(16), KVBlockManager(16, 1)
@@ -231,8 +233,8 @@ def show_articles_cases(console: Console) -> None:
     del arena.runs[1]
     manager.release_sequence(1)
     fits = arena.take(4, 5)
-    free = arena.num_slots - arena.reserved_slots()
-    console.print(f"  contiguous       {arena.picture(letters)}   E {'fits' if fits else f'is refused: {free} slots free, no 5 side by side'}")
+    verdict = "fits" if fits else f"is refused: {16 - arena.reserved_slots()} slots free, no 5 side by side"
+    console.print(f"  contiguous       {arena.picture(letters)}   E {verdict}")
     manager.create_sequence(4)
     manager.append_tokens(4, 5)
     cells = ["."] * 16
@@ -262,7 +264,9 @@ def main() -> None:
         GrowingBuffer(Arena(args.slots)),
         Paged(KVBlockManager(args.slots // BLOCK_SIZE, BLOCK_SIZE)),
     ]
-    table = Table(title=f"{args.requests} requests, longest {longest} tokens, {args.slots:,} slots", title_justify="left")
+    table = Table(
+        title=f"{args.requests} requests, longest {longest} tokens, {args.slots:,} slots", title_justify="left"
+    )
     table.add_column("way")
     for heading in ("steps", "running", "slots reserved", "slots used", "used", "copied", "refusals"):
         table.add_column(heading, justify="right")
@@ -279,7 +283,9 @@ def main() -> None:
             f"{outcome.refusals:,}",
         )
     console.print(table)
-    console.print("running, reserved and used are averages over steps; a refusal is one request that had to wait one step")
+    console.print(
+        "running, reserved and used are averages over steps; a refusal is one request that had to wait one step"
+    )
 
 
 if __name__ == "__main__":

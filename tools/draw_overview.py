@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 from kvpager import KVBlockManager
 
 COLOURS = {0: "#4c78a8", 1: "#e07b39", 2: "#59a14f"}
+PALE = {0: "#d5e0ed", 1: "#f8dfcf", 2: "#d8ead6"}
 INK, FAINT, PAPER = "#222", "#888", "#fff"
 CELL = 34
 
@@ -43,9 +44,8 @@ class Canvas:
         weight: str = "normal",
     ) -> None:
         """One line of text; `anchor` says which end stands at x."""
-        self.parts.append(
-            f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
-        )
+        look = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}"'
+        self.parts.append(f'<text x="{x}" y="{y}" {look}>{escape(words)}</text>')
 
     def arrow(self, path: str, stroke: str = INK, width: float = 1.5) -> None:
         """A path with a tip at its end."""
@@ -80,7 +80,7 @@ def draw_tables(canvas: Canvas, manager: KVBlockManager, left: float, top: float
         canvas.text(left, y + 23, f"sequence {state.sequence_id}", fill=COLOURS[row], weight="bold")
         canvas.text(left, y + 39, f"{state.sequence_length} tokens", size=12, fill=FAINT)
         for column, block in enumerate(state.block_table):
-            canvas.box(left + 100 + column * CELL, y, CELL, CELL, fill=COLOURS[row] + "33")
+            canvas.box(left + 100 + column * CELL, y, CELL, CELL, fill=PALE[row])
             canvas.text(left + 100 + (column + 0.5) * CELL, y + 22, str(block), anchor="middle")
 
 
@@ -99,7 +99,7 @@ def draw_pool(canvas: Canvas, manager: KVBlockManager, left: float, top: float) 
         canvas.text(x, y + 22, f"block {block}", size=12, fill=INK if block in held else FAINT)
         for offset in range(4):
             slot = block * 4 + offset
-            pale = COLOURS[held[block]] + "22" if block in held else "none"
+            pale = PALE[held[block]] if block in held else "none"
             cell_x = x + 62 + offset * CELL
             canvas.box(cell_x, y, CELL, CELL, fill=COLOURS[owner[slot][0]] if slot in owner else pale)
             if slot in owner:
@@ -127,29 +127,31 @@ def draw_translation(canvas: Canvas, manager: KVBlockManager, left: float, top: 
 def draw_life(canvas: Canvas, left: float, top: float) -> None:
     """The states of a block and what moves it between them."""
     canvas.text(left, top, "the life of a block", size=16, weight="bold")
-    boxes = {"free": 0, "live, one holder": 180, "live, shared": 420}
+    boxes = {"free": 0, "live, one holder": 190, "live, shared": 410}
     for name, x in boxes.items():
-        canvas.box(left + x, top + 44, 126, 40)
-        canvas.text(left + x + 63, top + 69, name, anchor="middle", weight="bold")
-    canvas.arrow(f"M{left + 126} {top + 56} L{left + 178} {top + 56}")
-    canvas.text(left + 152, top + 36, "append", anchor="middle", size=12)
-    canvas.arrow(f"M{left + 180} {top + 76} L{left + 128} {top + 76}")
-    canvas.text(left + 152, top + 102, "release, truncate", anchor="middle", size=12)
-    canvas.arrow(f"M{left + 306} {top + 56} L{left + 418} {top + 56}")
-    canvas.text(left + 362, top + 36, "fork", anchor="middle", size=12)
-    canvas.arrow(f"M{left + 420} {top + 76} L{left + 308} {top + 76}")
-    canvas.text(left + 364, top + 102, "release, truncate,", anchor="middle", size=12)
-    canvas.text(left + 364, top + 117, "append (copies first)", anchor="middle", size=12)
+        canvas.box(left + x, top + 44, 130, 40)
+        canvas.text(left + x + 65, top + 69, name, anchor="middle", weight="bold")
+    for x, forth, back in (
+        (130, "append", ["release,", "truncate"]),
+        (320, "fork", ["release, truncate,", "append (copies first)"]),
+    ):
+        stop = x + (60 if x == 130 else 90)
+        middle = left + (x + stop) / 2
+        canvas.arrow(f"M{left + x} {top + 56} L{left + stop - 2} {top + 56}")
+        canvas.text(middle, top + 40, forth, anchor="middle", size=12)
+        canvas.arrow(f"M{left + stop} {top + 76} L{left + x + 2} {top + 76}")
+        for line, words in enumerate(back):
+            canvas.text(middle, top + 102 + 15 * line, words, anchor="middle", size=12)
 
 
 def main() -> None:
     """Writes docs/overview.svg."""
     manager = example_manager()
-    canvas = Canvas(900, 500)
+    canvas = Canvas(920, 480)
     draw_tables(canvas, manager, 30, 66)
     draw_pool(canvas, manager, 350, 66)
-    draw_translation(canvas, manager, 30, 330)
-    draw_life(canvas, 350, 350)
+    draw_translation(canvas, manager, 30, 340)
+    draw_life(canvas, 350, 340)
     target = Path(__file__).parent.parent / "docs" / "overview.svg"
     target.write_text(canvas.svg(), encoding="utf-8")
     print(f"wrote {target.relative_to(target.parent.parent)}")
