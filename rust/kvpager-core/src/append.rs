@@ -162,19 +162,25 @@ impl BlockManager {
             let count = counts.map_or(1, |counts| counts[index]);
             let sequence = &sequences.rows[row as usize];
             let already = &mut planned[row as usize];
-            let length = sequence.length.saturating_add(*already);
-            if *already == 0 && count > 0 && !length.is_multiple_of(config.block_size()) {
-                // The first write into a tail that may be shared; later ones find it our own.
-                let tail = sequence.table[sequence.table.len() - 1];
-                let left = leaving.entry(tail).or_default();
-                if pool.ref_count(tail) - *left > 1 {
-                    *left += 1;
-                    needed = needed.saturating_add(1);
+            let written = already.saturating_add(count);
+            if written > sequence.open {
+                let length = sequence.length.saturating_add(*already);
+                if *already == 0 && !length.is_multiple_of(config.block_size()) {
+                    // The first write into a tail that may be shared; later ones find it our own.
+                    let tail = sequence.table[sequence.table.len() - 1];
+                    let ref_count = pool.ref_count(tail);
+                    if ref_count > 1 {
+                        let left = leaving.entry(tail).or_default();
+                        if ref_count - *left > 1 {
+                            *left += 1;
+                            needed = needed.saturating_add(1);
+                        }
+                    }
                 }
+                let opened = config.blocks_for(length.saturating_add(count)) - config.blocks_for(length);
+                needed = needed.saturating_add(opened);
             }
-            let opened = config.blocks_for(length.saturating_add(count)) - config.blocks_for(length);
-            needed = needed.saturating_add(opened);
-            *already = already.saturating_add(count);
+            *already = written;
             if needed > free && first_lacking.is_none() {
                 first_lacking = Some(index);
             }

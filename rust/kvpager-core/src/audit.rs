@@ -250,6 +250,7 @@ impl BlockManager {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     //! Each kind of corruption, planted by hand, is found and named.
 

@@ -58,7 +58,7 @@ impl Config {
         self.block_size
     }
 
-    /// Blocks that hold `num_tokens` tokens: ⌈num_tokens / S⌉. O(1).
+    /// Blocks that hold `num_tokens` tokens: ⌈`num_tokens` / S⌉. O(1).
     #[must_use]
     pub fn blocks_for(&self, num_tokens: u64) -> u64 {
         num_tokens.div_ceil(self.block_size)
@@ -73,6 +73,7 @@ impl Config {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -114,7 +114,7 @@ impl BlockManager {
     /// Token positions of one sequence's blocks that it holds no token in. O(1).
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`].
+    /// [`crate::Error::UnknownSequence`].
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};

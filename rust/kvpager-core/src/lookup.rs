@@ -135,7 +135,7 @@ impl BlockManager {
         ids.iter().try_fold(0, |longest, &id| Ok(longest.max(self.block_table(id)?.len())))
     }
 
-    /// Writes the tables of a batch into `out` [ids, `max_blocks`], row by row, each padded with −1.
+    /// Writes the tables of a batch into `out`, ids × `max_blocks` entries, row by row, each padded with −1.
     /// O(ids × `max_blocks`).
     ///
     /// # Errors
@@ -179,7 +179,7 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Writes the lengths of a batch into `out` [ids]. O(ids).
+    /// Writes the lengths of a batch into `out`, one entry an id. O(ids).
     ///
     /// # Errors
     /// [`Error::UnknownSequence`]; [`Error::Argument`] if `out` has another size or a length does not fit an int32.

@@ -4,6 +4,8 @@
 //! can be read as right. It appends by trial on a copy of itself, so it has no arithmetic of demand that could be wrong
 //! in the same way. Worlds are small (1 to 6 blocks, 2 to 4 sequences): there the corners are met all the time.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 

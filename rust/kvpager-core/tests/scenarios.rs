@@ -1,6 +1,8 @@
 //! Scenarios that read like the articles' examples and the bug reports they come from; the number in a name is the
 //! case's id in the catalogue of bug cases.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 use kvpager_core::{BlockId, BlockManager, Config, Error, SequenceId, Slot};
 
 fn pool(num_blocks: u64, block_size: u64) -> BlockManager {

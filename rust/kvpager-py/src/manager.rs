@@ -437,11 +437,11 @@ impl KVBlockManager {
         self.call(py, work, |manager| Ok(manager.invariants_ok()))
     }
 
-    /// Does nothing and returns 0: what crossing the boundary costs, for the benchmark of `append_token`.
+    /// Converts the id, does nothing and returns 0: what crossing the boundary costs with the signature of
+    /// `append_token`, for its benchmark.
     #[expect(clippy::unused_self, reason = "a method like `append_token`, without its work")]
-    fn _empty_call(&self, _py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> Slot {
-        let _ = sequence_id;
-        0
+    fn _empty_call(&self, _py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<Slot> {
+        read_sequence_id(sequence_id).map(|_| 0)
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -3,27 +3,25 @@
 use kvpager_core::Stats;
 use pyo3::prelude::*;
 
-/// Counts at one moment; ``live + cached + fenced + free == num_blocks``.
-///
-/// Attributes:
-///     num_blocks: blocks in the pool.
-///     live: blocks with at least one holder.
-///     cached: blocks without a holder that the prefix index can still find; none without an index.
-///     fenced: blocks without a holder that an untaken copy still reads.
-///     free: blocks that can be handed out now.
-///     num_sequences: sequences that exist.
-///     num_copies: copy-on-write pairs that came to be owed since creation.
-///     peak_live: the most blocks that were live at once.
+/// Counts at one moment; `live + cached + fenced + free == num_blocks`.
 #[pyclass(frozen, eq, hash, get_all, module = "kvpager._core")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct PoolStats {
+    /// Blocks in the pool.
     num_blocks: u64,
+    /// Blocks with at least one holder.
     live: u64,
+    /// Blocks without a holder that the prefix index can still find; none without an index.
     cached: u64,
+    /// Blocks without a holder that an untaken copy still reads.
     fenced: u64,
+    /// Blocks that can be handed out now.
     free: u64,
+    /// Sequences that exist.
     num_sequences: u64,
+    /// Copy-on-write pairs that came to be owed since creation.
     num_copies: u64,
+    /// The most blocks that were live at once.
     peak_live: u64,
 }
 
