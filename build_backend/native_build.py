@@ -210,7 +210,8 @@ def _steps(root: Path, cache: Path, sources: list[Path], command: tuple[str, ...
     for source in sources:
         digest = common.copy()
         digest.update(source.read_bytes())
-        steps.append(_Step(source, command, cache / f"{source.stem}-{digest.hexdigest()[:20]}.o"))
+        name = "_".join(source.relative_to(root / "csrc").with_suffix("").parts)
+        steps.append(_Step(source, command, cache / f"{name}{source.suffix}-{digest.hexdigest()[:20]}.o"))
     return steps
 
 
@@ -225,9 +226,8 @@ def _compile(steps: list[_Step], report: BuildReport, root: Path, verbose: bool)
 
     def compile_one(step: _Step) -> None:
         name = str(step.source.relative_to(root))
-        for old in step.object.parent.glob(f"{step.source.stem}-*.o"):
-            if old.stem.rpartition("-")[0] == step.source.stem:
-                old.unlink(missing_ok=True)
+        for old in step.object.parent.glob(f"{step.object.name.rpartition('-')[0]}-*.o"):
+            old.unlink(missing_ok=True)
         partial = step.object.with_suffix(f".{os.getpid()}.partial")
         _run((*step.command, "-c", str(step.source), "-o", str(partial)), f"could not compile {name}", verbose)
         partial.replace(step.object)
