@@ -10,11 +10,12 @@ Each new token is shown as it comes; at the end stands what it took: tokens, tok
 from typing import Annotated
 
 import typer
+from rich.console import Console
+
 from kvpager import LLM, SamplingParams
 from kvpager import cli as options
 from kvpager.cli.display import Finished, block_tables, figures, stream
 from kvpager.cli.verify import TOLERANCE, Comparison, compare_with_transformers
-from rich.console import Console
 
 
 def decode(

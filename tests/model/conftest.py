@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
+
 from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
 from kvpager.models import Qwen3ForCausalLM
 from kvpager.runner import ModelRunner
-from torch import Tensor
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

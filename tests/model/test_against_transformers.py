@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvpager import LLM, SamplingParams
 from kvpager.config import ModelConfig
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
 from kvpager import LLM, SamplingParams
 from kvpager.cli import app
 from kvpager.cli.display import block_tables, figures, stream
 from kvpager.cli.verify import compare_with_transformers
 from kvpager.errors import ConfigError
-from rich.console import Console
-from typer.testing import CliRunner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_decode.py"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvpager import config
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvpager.config
 import pytest
 import torch
+
+import kvpager.config
 from kvpager import LLM, RequestOutput, SamplingParams
 from kvpager.engine import StreamEvent, build
 from kvpager.errors import ArgumentError, ConfigError, SequenceTooLongError, StateError, UnknownSequenceError

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from kvpager import LLM
 from kvpager.cache import PagedKVCache
 from kvpager.config import ModelConfig
 from kvpager.errors import ConfigError
 from kvpager.loader import BUNDLED_MODEL, load_parameters, resolve_model
 from kvpager.models import Qwen3ForCausalLM
-from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvpager import SamplingParams
 from kvpager.errors import ArgumentError
 from kvpager.sampling import make_generator, sample

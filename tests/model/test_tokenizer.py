@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.loader import BUNDLED_MODEL
 from kvpager.tokenizer import IncrementalDecoder, Tokenizer
@@ -107,6 +108,18 @@ def test_templates_find_what_they_expect(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "<ö>"}]
     text = Tokenizer(folder).apply_chat_template(messages, enable_thinking=True)
     assert text.strip() == '<b>{"text": "<ö>"}1 thinkTrue20<e>'
+
+
+def test_blocks_leave_no_blank_lines(tmp_path: Path) -> None:
+    """Published templates count on it: a block alone on its line leaves nothing behind. Slices and methods work."""
+    template = """{% for message in messages[::-1] %}
+  {% if message.content is string and loop.index0 == 0 %}
+{{ message.content.split('</think>')[-1].lstrip('\\n') }}
+  {% endif %}
+{% endfor %}
+"""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\n</think>\n\nb"}]
+    assert Tokenizer(folder_with(tmp_path, chat_template=template)).apply_chat_template(messages) == "b\n"
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:

@@ -66,10 +66,10 @@ def _show_one(events: Iterable[StreamEvent], titles: Sequence[str], console: Con
 
 def _show_live(events: Iterable[StreamEvent], titles: Sequence[str], console: Console) -> None:
     texts = [""] * len(titles)
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+    with Live(console=console, transient=True, refresh_per_second=15) as live:
         for event in events:
             texts[event.index] += event.text
-            live.update(_last_words(titles, texts, console.width), refresh=True)
+            live.update(_last_words(titles, texts, console.width))
     for index, (title, text) in enumerate(zip(titles, texts, strict=True)):
         body = Text(title, style="bold") + Text(text, style="not bold")
         console.print(Panel(body, title=str(index), title_align="left", border_style=_colour(index)))

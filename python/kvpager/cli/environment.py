@@ -80,10 +80,7 @@ def _cpu() -> list[tuple[str, str]]:
     return [
         ("CPU", f"{platform.machine()}, {os.cpu_count()} logical cores"),
         ("instruction sets", telling or "unknown on this system"),
-        (
-            "dtype auto",
-            f"{auto} (16-bit weights are computed in float32 where the CPU has no fast arithmetic for them)",
-        ),
+        ("dtype auto", f"{auto} (float32 where this CPU has no fast arithmetic for the stored dtype)"),
     ]
 
 
