@@ -122,7 +122,7 @@ def figures(llm: LLM, finished: Sequence[Finished]) -> Table:
         title=f"{_count(len(finished), 'sequence')} over blocks of {block_size} positions", title_justify="left"
     )
     table.add_column("sequence", no_wrap=True)
-    for name in ("prompt\ntokens", "new\ntokens", "ended\nby", "blocks", "unused\npositions"):
+    for name in ("prompt\ntokens", "new\ntokens", "ended\nby", "blocks", "unused\nslots"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, each in enumerate(finished):
         completion, state = each.output.outputs[0], each.sequence
