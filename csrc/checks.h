@@ -140,12 +140,17 @@ WriteParams<T> write_params(const Tensor& key, const Tensor& value, const Tensor
   check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
   const int64_t num_tokens = slot_mapping.size(0);
   for (auto [argument, tensor] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
-    check_tensor(argument, *tensor, key_cache.scalar_type(), key_cache,
-                 {num_tokens, pool.num_kv_heads, pool.head_dim}, /*at_least=*/true);
+    check_tensor(argument, *tensor, key_cache.scalar_type(), key_cache, {num_tokens, pool.num_kv_heads, pool.head_dim},
+                 /*at_least=*/true);
     check_last_contiguous(argument, *tensor);
   }
-  return {rows_of<T>(key), rows_of<T>(value), mutable_cache_of<T>(key_cache), mutable_cache_of<T>(value_cache),
-          list_of<int64_t>(slot_mapping), num_tokens, pool};
+  return {rows_of<T>(key),
+          rows_of<T>(value),
+          mutable_cache_of<T>(key_cache),
+          mutable_cache_of<T>(value_cache),
+          list_of<int64_t>(slot_mapping),
+          num_tokens,
+          pool};
 }
 
 struct AttentionOptions {
@@ -166,7 +171,8 @@ AttentionParams<T> attention_params(const Tensor& out, const std::optional<Tenso
   check_last_contiguous("query", query);
   const int64_t num_tokens = query.size(0), num_heads = query.size(1);
   if (num_heads == 0 || num_heads % pool.num_kv_heads != 0)
-    fail_argument("query", "a number of heads that is a multiple of the " + std::to_string(pool.num_kv_heads) + " kv heads",
+    fail_argument("query",
+                  "a number of heads that is a multiple of the " + std::to_string(pool.num_kv_heads) + " kv heads",
                   std::to_string(num_heads) + " heads");
   check_tensor("out", out, dtype, key_cache, {num_tokens, num_heads, pool.head_dim});
   check_last_contiguous("out", out);
@@ -204,8 +210,8 @@ AttentionParams<T> attention_params(const Tensor& out, const std::optional<Tenso
 }
 
 template <class T>
-MergeParams<T> merge_params(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& out_a, const Tensor& lse_a,
-                            const Tensor& out_b, const Tensor& lse_b) {
+MergeParams<T> merge_params(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& out_a,
+                            const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
   using A = accumulate_t<T>;
   const ScalarType dtype = out.scalar_type(), wide = accumulate_dtype(dtype);
   check_tensor("out", out, dtype, out, {-1, -1, -1});
@@ -218,8 +224,15 @@ MergeParams<T> merge_params(const Tensor& out, const std::optional<Tensor>& lse,
   check_last_contiguous("out", out);
   check_last_contiguous("out_a", out_a);
   check_last_contiguous("out_b", out_b);
-  return {mutable_rows_of<T>(out), lse ? mutable_grid_of<A>(*lse) : Grid<A>{}, rows_of<T>(out_a), rows_of<T>(out_b),
-          grid_of<A>(lse_a), grid_of<A>(lse_b), num_tokens, num_heads, head_dim};
+  return {mutable_rows_of<T>(out),
+          lse ? mutable_grid_of<A>(*lse) : Grid<A>{},
+          rows_of<T>(out_a),
+          rows_of<T>(out_b),
+          grid_of<A>(lse_a),
+          grid_of<A>(lse_b),
+          num_tokens,
+          num_heads,
+          head_dim};
 }
 
 inline CopyShape copy_shape(const Tensor& cache) {

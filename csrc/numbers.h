@@ -43,7 +43,7 @@ KVPAGER_HD float widen(bfloat16 number) { return float_of_bits(uint32_t{number.b
 
 KVPAGER_HD float widen(float16 number) {
   const uint32_t sign = uint32_t{number.bits} << 16 & 0x80000000u, magnitude = number.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);  // inf, NaN
+  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);       // inf, NaN
   if (magnitude >= 0x0400u) return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));  // bias 15 -> 127
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
   return sign ? -subnormal : subnormal;
@@ -63,7 +63,8 @@ KVPAGER_HD T narrow(accumulate_t<T> number) {
       result = 0x7e00u;
     } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to inf
       result = 0x7c00u;
-    } else if (magnitude < 0x38800000u) {  // below 2^-14: one unit in the last place of 0.5 is a subnormal's step, 2^-24
+    } else if (magnitude <
+               0x38800000u) {  // below 2^-14: one unit in the last place of 0.5 is a subnormal's step, 2^-24
       result = float_bits(float_of_bits(magnitude) + 0.5f) - float_bits(0.5f);
     } else {
       result = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;

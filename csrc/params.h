@@ -1,9 +1,9 @@
 // What a kernel is given: raw pointers with element strides, free of any framework, for the CPU and CUDA alike.
 //
 // Letters as in docs/design.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size,
-// M blocks per table row. The last dimension of every float tensor is contiguous. All offsets are 64-bit: block * stride
-// passes 2^31 on real pools. `at` is in bounds when its indices are below the sizes named beside it; whoever calls it
-// says why they are.
+// M blocks per table row. The last dimension of every float tensor is contiguous. All offsets are 64-bit, since
+// block * stride passes 2^31 on real pools. `at` is in bounds when its indices are below the sizes named beside it;
+// whoever calls it says why they are.
 #pragma once
 #include "numbers.h"
 
@@ -59,19 +59,19 @@ struct WriteParams {
 
 template <class T>
 struct AttentionParams {
-  Rows<T> out;                          // [num_tokens, H, D]
-  Grid<accumulate_t<T>> lse;            // [num_tokens, H]; data is null if not wanted
-  Rows<const T> query;                  // [num_tokens, H, D]
+  Rows<T> out;                // [num_tokens, H, D]
+  Grid<accumulate_t<T>> lse;  // [num_tokens, H]; data is null if not wanted
+  Rows<const T> query;        // [num_tokens, H, D]
   Cache<const T> key_cache, value_cache;
-  Grid<const int32_t> block_tables;     // [num_sequences, max_blocks]
-  List<int32_t> query_start_loc;        // [num_sequences + 1]; data is null if row b is the one query of sequence b
-  List<int32_t> seq_lens;               // [num_sequences]
-  List<accumulate_t<T>> sinks;          // [H]; data is null if there are none
+  Grid<const int32_t> block_tables;  // [num_sequences, max_blocks]
+  List<int32_t> query_start_loc;     // [num_sequences + 1]; data is null if row b is the one query of sequence b
+  List<int32_t> seq_lens;            // [num_sequences]
+  List<accumulate_t<T>> sinks;       // [H]; data is null if there are none
   int64_t num_tokens, num_sequences, num_heads, max_blocks;
   int64_t max_query_len, max_seq_len;
-  int64_t window;                       // 0 = all
+  int64_t window;  // 0 = all
   PoolShape pool;
-  accumulate_t<T> scale, softcap;       // softcap 0 = none
+  accumulate_t<T> scale, softcap;  // softcap 0 = none
 
   // First position that a query at `position` sees.
   KVPAGER_HD int64_t first_visible(int64_t position) const {
@@ -81,8 +81,8 @@ struct AttentionParams {
 
 template <class T>
 struct MergeParams {
-  Rows<T> out;                             // [num_tokens, H, D]; may be out_a or out_b
-  Grid<accumulate_t<T>> lse;               // [num_tokens, H]; data is null if not wanted; may be lse_a or lse_b
+  Rows<T> out;                // [num_tokens, H, D]; may be out_a or out_b
+  Grid<accumulate_t<T>> lse;  // [num_tokens, H]; data is null if not wanted; may be lse_a or lse_b
   Rows<const T> out_a, out_b;
   Grid<const accumulate_t<T>> lse_a, lse_b;
   int64_t num_tokens, num_heads, head_dim;

@@ -1,10 +1,11 @@
 // Paged attention on the CPU, plain: the online softmax over chunks of positions, for decode and prefill alike.
 //
 // Work is cut into tiles of up to kTileTokens query tokens of one sequence and one kv head, spread over threads. A tile
-// reads each chunk of K and V once and uses it for all its query tokens and all query heads of the group. Chunks start at
-// multiples of kChunk, and a query's sums depend on its own position only, so a token's result is bit for bit the same
-// whether it is computed alone, in a chunk of a prompt, or in any batch.
-// Cost: O(query tokens * positions seen * H * D) arithmetic; scratch of (kTileTokens * group + 2 * kChunk) * D per thread.
+// reads each chunk of K and V once and uses it for all its query tokens and all query heads of the group. Chunks start
+// at multiples of kChunk, and a query's sums depend on its own position only, so a token's result is bit for bit the
+// same whether it is computed alone, in a chunk of a prompt, or in any batch.
+// Cost: O(query tokens * positions seen * H * D) arithmetic, (2 * kTileTokens * group + 2 * kChunk) * D numbers of
+// scratch per thread.
 #include <algorithm>
 #include <vector>
 

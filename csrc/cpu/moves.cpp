@@ -10,7 +10,9 @@ namespace {
 
 constexpr int64_t kGrainElements = 1 << 14;  // elements a thread should move at least, so that small calls stay on one
 
-int64_t grain_rows(int64_t elements_per_row) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_row)); }
+int64_t grain_rows(int64_t elements_per_row) {
+  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements_per_row));
+}
 
 }  // namespace
 
@@ -55,7 +57,8 @@ void merge_attention(const MergeParams<T>& p) {
         T* out = p.out.at(token, head);
         for (int64_t d = 0; d < p.head_dim; ++d) {
           // An empty part is not read: it may hold NaN.
-          const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0), part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
+          const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0),
+                  part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
           out[d] = narrow<T>(part_a + part_b);
         }
         if (p.lse.data) p.lse.at(token, head) = weights.lse;

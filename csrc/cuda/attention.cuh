@@ -75,7 +75,8 @@ __device__ bool row_is_valid(const AttentionParams<T>& p, const QueryPlace& at, 
   bool bad = false;
   if (at.length > 0)
     // In bounds: position < length <= max_blocks * S, so every column is below max_blocks.
-    for (int64_t column = p.first_visible(at.position) / S + threadIdx.x; column <= at.position / S; column += kThreads) {
+    for (int64_t column = p.first_visible(at.position) / S + threadIdx.x; column <= at.position / S;
+         column += kThreads) {
       const int32_t block = p.block_tables.at(at.sequence, column);
       bad |= block < 0 || block >= p.pool.num_blocks;
     }
@@ -98,14 +99,16 @@ struct Partial {
 
 // Positions first + warp, first + warp + kWarps, ... < stop. All lanes end with the same top and total.
 template <class T>
-__device__ Partial<accumulate_t<T>> attend(const AttentionParams<T>& p, const QueryPlace& at, int64_t head, int warp, int lane) {
+__device__ Partial<accumulate_t<T>> attend(const AttentionParams<T>& p, const QueryPlace& at, int64_t head, int warp,
+                                           int lane) {
   using A = accumulate_t<T>;
   const int D = static_cast<int>(p.pool.head_dim);  // <= kMaxHeadDim, checked by the launcher
   const int64_t S = p.pool.block_size, kv_head = head / (p.num_heads / p.pool.num_kv_heads);
   A query[kDimsPerLane];
   const T* query_row = p.query.at(blockIdx.x, head);
 #pragma unroll
-  for (int i = 0; i < kDimsPerLane; ++i) query[i] = lane + 32 * i < D ? widen(query_row[lane + 32 * i]) * p.scale : A(0);
+  for (int i = 0; i < kDimsPerLane; ++i)
+    query[i] = lane + 32 * i < D ? widen(query_row[lane + 32 * i]) * p.scale : A(0);
   Partial<A> sum;
   for (int64_t position = p.first_visible(at.position) + warp; position <= at.position; position += kWarps) {
     // In bounds: row_is_valid has seen this column and found a block of the pool; kv_head < K; d < D.

@@ -54,7 +54,8 @@ __global__ void merge_attention_kernel(MergeParams<T> p) {
   T* out = p.out.at(token, head);
   for (int64_t d = threadIdx.x; d < p.head_dim; d += kMoveThreads) {
     // An empty part is not read: it may hold NaN.
-    const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0), part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
+    const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0),
+            part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
     out[d] = narrow<T>(part_a + part_b);
   }
   if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = weights.lse;

@@ -43,7 +43,8 @@ inline cudaStream_t current_stream(int32_t device) {
     return reinterpret_cast<Function>(symbol);
   }();
   void* stream = nullptr;
-  if (function == nullptr || function(device, &stream) != 0) throw std::runtime_error("this torch gives no CUDA stream");
+  if (function == nullptr || function(device, &stream) != 0)
+    throw std::runtime_error("this torch gives no CUDA stream");
   return static_cast<cudaStream_t>(stream);
 }
 

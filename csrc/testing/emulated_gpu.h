@@ -1,7 +1,8 @@
 // A small CUDA on the CPU, for tests: runs a kernel's own source with a host compiler (C++20, header only).
 //
-// Each CUDA thread is a fiber with a stack of its own; the blocks of a grid run one after the other on the calling thread.
-// A warp shuffle or __syncthreads parks a fiber until those it waits for have come. What it finds that a real GPU hides:
+// Each CUDA thread is a fiber with a stack of its own; the blocks of a grid run one after the other on the calling
+// thread. A warp shuffle or __syncthreads parks a fiber until those it waits for have come. What it finds that a GPU
+// hides:
 //  * KVPAGER_EMULATE_SEED=n picks the next runnable fiber at random (0, the default: in turn), so that a missing
 //    barrier shows: run several seeds;
 //  * shared memory is 0xFF bytes (NaN) at the start of every block;
@@ -9,7 +10,8 @@
 //  * KVPAGER_EMULATE_SKIP_BARRIER=k lets every thread run through its k-th block barrier (from 1): a planted fault, by
 //    which a test proves that it would notice a missing one.
 // Not covered: races whose every order at barrier granularity agrees, alignment, speed, tensor cores, async copies.
-// Rules: shared variables are declared with KVPAGER_SHARED and of trivial types, and collectives are called by all living lanes of a warp.
+// Rules: shared variables are declared with KVPAGER_SHARED and of trivial types, and collectives are called by all
+// living lanes of a warp.
 #pragma once
 #include <sys/mman.h>
 
@@ -54,7 +56,7 @@ struct Fiber {
 };
 
 struct Warp {
-  uint32_t alive = 0, ready = 0;   // lanes that have not returned; those of them that may run
+  uint32_t alive = 0, ready = 0;  // lanes that have not returned; those of them that may run
   uint32_t at_collective = 0, at_barrier = 0;
   // Two buffers: a lane can be one collective ahead of its peers, not two. And who took part in each.
   uint64_t exchange[2][kWarp] = {};
@@ -68,7 +70,7 @@ struct Block {
   std::vector<Warp> warps;
   int alive = 0, waiting = 0;  // fibers that have not returned; those of them at the block barrier
   bool barrier_vote = false, barrier_result = false;
-  uint32_t random = 0;         // 0: run in turn
+  uint32_t random = 0;  // 0: run in turn
   unsigned skip_barrier = 0;
   Fiber* running = nullptr;
   const std::function<void()>* body = nullptr;

@@ -14,14 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpager import native, ops
-from kvpager.ops import device_errors, dispatch
-from kvpager.ops.schemas import SCHEMAS
 from torch import Tensor
+
+from kvpager import native, ops
+from kvpager.ops import attention, device_errors, dispatch, moves
+from kvpager.ops.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Absolute error allowed against float64 on the same inputs of order 1: half a unit in the last place of the output.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+# Where a wrapper's module keeps its op, as `_name`.
+WRAPPED = {
+    attention: ("paged_attention", "paged_prefill", "merge_attention"),
+    moves: ("write_kv", "copy_blocks"),
+}
 
 
 def define_namespace(name: str) -> torch.library.Library:
@@ -77,11 +84,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return Kernels(name, atomic=True)
     request.getfixturevalue(f"{name}_library")
     namespace = getattr(torch.ops, f"kvpager_{name}")
-    for op in ("write_kv", "paged_attention", "paged_prefill", "merge_attention", "copy_blocks"):
-        monkeypatch.setattr(ops, f"_{op}", getattr(namespace, op).default)
+    for module, names in WRAPPED.items():
+        for op in names:
+            monkeypatch.setattr(module, f"_{op}", getattr(namespace, op).default)
     monkeypatch.setattr(device_errors, "_take_errors", namespace.take_errors.default)
     if name == "emulated":
-        monkeypatch.setattr(ops, "_CHECKED", True)  # the kernels can't raise: ask after every call
+        monkeypatch.setattr(device_errors, "CHECKED", True)  # the kernels can't raise: ask after every call
         ops.check_errors("cpu")
     return Kernels(name, atomic=name == "reference")
 

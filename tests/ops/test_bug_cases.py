@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
 

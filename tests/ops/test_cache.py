@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from kvpager import AttentionMetadata, PagedKVCache
 from kvpager.errors import ConfigError
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+
 from kvpager import ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
 
@@ -97,7 +98,7 @@ def test_a_missing_barrier_before_lse_is_overwritten_is_caught(emulated, monkeyp
 @pytest.mark.usefixtures("kernels")
 def test_a_bad_row_is_skipped_and_the_others_are_right(make_case, monkeypatch):
     """CUDA's rule: the bad row's out keeps what it held, one error is kept on the device and raised when asked for."""
-    monkeypatch.setattr(ops, "_CHECKED", False)
+    monkeypatch.setattr(ops.device_errors, "CHECKED", False)
     case = make_case([5, 6, 7])
     case.block_tables[1, 1] = len(case.key_cache)
     query = case.random(3, 4, 8)

@@ -1,7 +1,7 @@
 """What the ops accept: shapes, dtypes and devices, and the values of the integers.
 
 Every check raises before anything is written. One `check_<op>` for each op reads metadata only: the reference kernels
-and the fakes call it first; the native kernels make the same checks in C++ (csrc/checks.h), and the wrappers call it when
+and the fakes call it first; the native kernels check the same in C++ (csrc/checks.h), and the wrappers call it when
 one of those refuses, to word the refusal. The `check_*_values` read the integers themselves, in the reference kernels;
 the native CPU kernels do the same in C++ with the same words, the CUDA kernels skip the offending row and set a device
 error word.

@@ -1,10 +1,13 @@
-"""From what the kernels say to the classes of `kvpager.errors`.
+"""From what the kernels say to the classes of `kvpager.errors`, and the errors that wait on a device.
 
 A C++ kernel on the CPU raises RuntimeError with the text ``SlotError: …`` or ``ArgumentError: `name`: wanted …, got
 …``. A CUDA kernel can't raise: it skips the row and sets a bit of a device error word, which `check_errors` fetches.
 """
 
+import os
 import re
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +24,11 @@ DEVICE_ERRORS = (
     ("pairs", SlotError, "block ids of the pool"),
 )
 
+# What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.
+REFUSALS = (RuntimeError, IndexError, ArithmeticError)
+# Ask the device after every call; set by the environment when kvpager is imported.
+CHECKED = os.environ.get("KVPAGER_CHECKED") == "1"
+
 _take_errors = registered_op("take_errors")
 _ARGUMENT_TEXT = re.compile(r"ArgumentError: `(\w+)`: wanted (.*), got (.*)")
 _SLOT_TEXT = re.compile(r"SlotError: (.*)")
@@ -34,6 +42,17 @@ def typed_error(error: Exception) -> Exception:
     if found := _ARGUMENT_TEXT.search(text):
         return ArgumentError(found[1], found[2], found[3])
     return error
+
+
+def raise_typed(error: Exception, check: Callable[..., object], *arguments: object) -> NoReturn:
+    """Say what was wrong: the kernels refuse whatever does not fit, the checks here word it as the caller sees it."""
+    if isinstance(error, KVPagerError):
+        raise error
+    try:
+        check(*arguments)
+    except ArgumentError as refusal:
+        raise refusal from None
+    raise typed_error(error) from None
 
 
 def check_errors(device: str | torch.device | None = None) -> None:

@@ -1,0 +1,21 @@
+"""The two orders of a cache's axes, and the one the kernels see."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from kvpager.errors import ArgumentError
+
+Layout = Literal["HND", "NHD"]
+
+
+def as_hnd(key_cache: Tensor, value_cache: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The caches as HND views; the kernels take strides."""
+    if layout == "HND":
+        return key_cache, value_cache
+    if layout != "NHD":
+        raise ArgumentError("layout", '"HND" or "NHD"', layout)
+    for argument, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dim() != 4:
+            raise ArgumentError(argument, "[N, S, K, D]", f"{cache.dim()} dimensions")
+    return key_cache.transpose(1, 2), value_cache.transpose(1, 2)
