@@ -17,7 +17,7 @@ class _LendsNumpy(Protocol):
 
     def numpy(self) -> Buffer: ...
 
-# Read: int32 or int64, one dimension, contiguous; or any iterable of ints, read once. Written: contiguous, writable.
+# Read: int32 or int64 in one dimension, or any iterable of ints, read once. Written: contiguous and writable.
 _Integers: TypeAlias = Buffer | _LendsNumpy | Iterable[SupportsIndex]
 _Memory: TypeAlias = Buffer | _LendsNumpy
 

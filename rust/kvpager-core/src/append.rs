@@ -118,18 +118,7 @@ impl BlockManager {
         counts: Option<&[u64]>,
         slots: &mut Vec<Slot>,
     ) -> Result<()> {
-        if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
-            return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));
-        }
-        self.scratch.rows.clear();
-        for &sequence_id in ids {
-            self.scratch.rows.push(self.sequences.find(sequence_id)?);
-        }
-        let free = u64::from(self.pool.num_free());
-        if demand_bound(&self.config, ids.len(), counts) > free {
-            self.settle_exactly(counts, free)?;
-        }
-        let num_tokens = counts.map_or(ids.len() as u64, |counts| counts.iter().sum());
+        let num_tokens = self.settle_batch(ids, counts)?;
         reserve_slots(slots, num_tokens, "counts")?;
 
         let Self { config, pool, copies, sequences, scratch } = self;
@@ -148,6 +137,35 @@ impl BlockManager {
             }
         }
         Ok(())
+    }
+
+    /// What [`append_batch`](Self::append_batch) would answer, without appending: how many slots, or why not. O(ids).
+    ///
+    /// # Errors
+    /// Those of [`append_batch`](Self::append_batch).
+    ///
+    /// ```
+    /// # use kvpager_core::{BlockManager, Config};
+    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
+    /// manager.create_sequence(1)?;
+    /// assert_eq!(manager.settle_batch(&[1, 1], Some(&[3, 5])), Ok(8));
+    /// assert!(manager.settle_batch(&[1, 1], Some(&[3, 6])).is_err());
+    /// assert_eq!(manager.sequence_length(1)?, 0);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
+    pub fn settle_batch(&mut self, ids: &[SequenceId], counts: Option<&[u64]>) -> Result<u64> {
+        if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
+            return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));
+        }
+        self.scratch.rows.clear();
+        for &sequence_id in ids {
+            self.scratch.rows.push(self.sequences.find(sequence_id)?);
+        }
+        let free = u64::from(self.pool.num_free());
+        if demand_bound(&self.config, ids.len(), counts) > free {
+            self.settle_exactly(counts, free)?;
+        }
+        Ok(counts.map_or(ids.len() as u64, |counts| counts.iter().sum()))
     }
 
     /// Plays the batch in `scratch.rows` through without changing a table. The demand is exact: of `r` holders of a

@@ -1,19 +1,21 @@
 //! Arrays from and to Python: ids and counts are read, slots, tables and lengths written.
 //!
-//! A buffer (a numpy array, an `array`, a CPU tensor through its `.numpy()`) is read in one copy, about 0.2 µs for
-//! 2,048 integers; any other iterable of ints is accepted for comfort and read once, about 10 µs. Nothing here holds the
-//! manager's lock: iterating may run the caller's code.
+//! A buffer (a numpy array, an `array`, a CPU tensor through its `.numpy()`) is read in one copy, strided or not, about
+//! 0.2 µs for 2,048 integers; any other iterable of ints is accepted for comfort and read once, about 10 µs. Nothing
+//! here holds the manager's lock: iterating may run the caller's code.
 
-use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use std::marker::PhantomData;
+
+use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::arguments::{read_natural, text};
+use crate::arguments::{COUNT, ID, read_natural, text};
 use crate::failure::argument_error;
 
-const READABLE: &str = "a contiguous 1-D buffer of int32 or int64 on the CPU, or a sequence of ints";
+const READABLE: &str = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints";
 
 /// Memory for the arrays of one call, kept between calls so that a step allocates nothing.
 #[derive(Default)]
@@ -22,6 +24,7 @@ pub(crate) struct Arrays {
     pub(crate) counts: Vec<u64>,
     pub(crate) slots: Vec<i64>,
     pub(crate) entries: Vec<i32>,
+    /// What a buffer holds, before its signs are checked.
     wide: Vec<i64>,
     narrow: Vec<i32>,
 }
@@ -29,13 +32,12 @@ pub(crate) struct Arrays {
 impl Arrays {
     /// Reads the ids of a batched call.
     pub(crate) fn read_ids(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        read_naturals(ids, "ids", crate::arguments::ID, &mut self.ids, &mut self.wide, &mut self.narrow)
+        read_naturals(ids, "ids", ID, &mut self.ids, &mut self.wide, &mut self.narrow)
     }
 
     /// Reads the counts of a batched call.
     pub(crate) fn read_counts(&mut self, counts: &Bound<'_, PyAny>) -> PyResult<()> {
-        let wanted = crate::arguments::COUNT;
-        read_naturals(counts, "counts", wanted, &mut self.counts, &mut self.wide, &mut self.narrow)
+        read_naturals(counts, "counts", COUNT, &mut self.counts, &mut self.wide, &mut self.narrow)
     }
 }
 
@@ -48,22 +50,13 @@ fn read_naturals(
     narrow: &mut Vec<i32>,
 ) -> PyResult<()> {
     naturals.clear();
-    if let Some(buffer) = open_buffer(values, argument, READABLE)? {
-        let py = values.py();
-        let refuse = || argument_error(argument, READABLE, describe(&buffer));
-        if buffer.dimensions() != 1 || !buffer.is_c_contiguous() {
-            return Err(refuse());
-        }
-        if let Ok(integers) = buffer.as_typed::<i64>() {
-            wide.resize(integers.item_count(), 0);
-            integers.copy_to_slice(py, wide)?;
-        } else if let Ok(integers) = buffer.as_typed::<i32>() {
-            narrow.resize(integers.item_count(), 0);
-            integers.copy_to_slice(py, narrow)?;
-            wide.clear();
-            wide.extend(narrow.iter().map(|&integer| i64::from(integer)));
-        } else {
-            return Err(refuse());
+    let buffer = open_buffer(values).map_err(|reason| match reason {
+        NoBuffer::Refused(came) => argument_error(argument, READABLE, came),
+        NoBuffer::Raised(error) => error,
+    })?;
+    if let Some(buffer) = buffer {
+        if !read_integers(&buffer, values.py(), wide, narrow)? {
+            return Err(argument_error(argument, READABLE, describe(&buffer)));
         }
         if let Some(negative) = wide.iter().find(|&&integer| integer < 0) {
             return Err(argument_error(argument, wanted, negative.to_string()));
@@ -72,9 +65,7 @@ fn read_naturals(
         return Ok(());
     }
     let iterator = values.try_iter().map_err(|_| {
-        let came =
-            values.get_type().name().map_or_else(|_| "something else".to_owned(), |name| name.to_string());
-        PyTypeError::new_err(format!("`{argument}`: wanted {READABLE}, got {came}"))
+        PyTypeError::new_err(format!("`{argument}`: wanted {READABLE}, got {}", type_name(values)))
     })?;
     for value in iterator {
         naturals.push(read_natural(&value?, argument, wanted)?);
@@ -82,39 +73,124 @@ fn read_naturals(
     Ok(())
 }
 
-/// The caller's memory for an answer of type `T`: writable and contiguous, on the CPU. The caller of this function checks
-/// its size. While it is open the memory can be neither resized nor freed.
-pub(crate) fn open_out<T: Element>(out: &Bound<'_, PyAny>, wanted: &str) -> PyResult<PyBuffer<T>> {
-    let Some(buffer) = open_buffer(out, "out", wanted)? else {
-        let came = out.get_type().name()?.to_string();
-        return Err(argument_error("out", wanted, came));
-    };
-    let described = describe(&buffer);
-    let usable = !buffer.readonly() && buffer.is_c_contiguous();
-    match buffer.into_typed::<T>() {
-        Ok(typed) if usable => Ok(typed),
-        _ => Err(argument_error("out", wanted, described)),
+/// Copies a one-dimensional buffer of int32 or int64 to `wide`; false if it is something else.
+fn read_integers(
+    buffer: &PyUntypedBuffer,
+    py: Python<'_>,
+    wide: &mut Vec<i64>,
+    narrow: &mut Vec<i32>,
+) -> PyResult<bool> {
+    wide.clear();
+    if buffer.dimensions() != 1 || !(is_of::<i64>(buffer) || is_of::<i32>(buffer)) {
+        return Ok(false);
+    }
+    if buffer.len_bytes() == 0 {
+        return Ok(true); // its address means nothing
+    }
+    if is_of::<i64>(buffer) {
+        wide.resize(buffer.item_count(), 0);
+        buffer.as_typed::<i64>()?.copy_to_slice(py, wide)?;
+    } else {
+        narrow.resize(buffer.item_count(), 0);
+        buffer.as_typed::<i32>()?.copy_to_slice(py, narrow)?;
+        wide.extend(narrow.iter().map(|&integer| i64::from(integer)));
+    }
+    Ok(true)
+}
+
+/// The caller's memory for an answer of type `T`: writable, contiguous, on the CPU. While it is open it can be neither
+/// resized nor freed.
+pub(crate) struct Out<T> {
+    buffer: PyUntypedBuffer,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Out<T> {
+    /// Opens `out`; the caller of this function checks its size. `wanted` says what would have been accepted.
+    pub(crate) fn open(out: &Bound<'_, PyAny>, wanted: impl Fn() -> String) -> PyResult<Self> {
+        let came = match open_buffer(out) {
+            Ok(Some(buffer)) => {
+                if is_of::<T>(&buffer) && !buffer.readonly() && buffer.is_c_contiguous() {
+                    return Ok(Self { buffer, element: PhantomData });
+                }
+                describe(&buffer)
+            }
+            Ok(None) => type_name(out),
+            Err(NoBuffer::Refused(came)) => came,
+            Err(NoBuffer::Raised(error)) => return Err(error),
+        };
+        Err(argument_error("out", &wanted(), came))
+    }
+
+    /// Opens `out` for exactly `num_elements` values; `kind` is their type in words.
+    pub(crate) fn open_exact(out: &Bound<'_, PyAny>, kind: &str, num_elements: u64) -> PyResult<Self> {
+        let wanted = || format!("a writable, contiguous {kind} buffer of {num_elements} elements on the CPU");
+        let target = Self::open(out, wanted)?;
+        if target.len() as u64 == num_elements {
+            return Ok(target);
+        }
+        Err(argument_error("out", &wanted(), target.describe()))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.buffer.item_count()
+    }
+
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.buffer.shape()
+    }
+
+    /// What it is, for a message.
+    pub(crate) fn describe(&self) -> String {
+        describe(&self.buffer)
+    }
+
+    /// Fills it with as many values as it has room for.
+    pub(crate) fn fill(&self, py: Python<'_>, values: &[T]) -> PyResult<()> {
+        if self.len() == 0 && values.is_empty() {
+            return Ok(()); // its address means nothing
+        }
+        self.buffer.as_typed::<T>()?.copy_from_slice(py, values)
     }
 }
 
+/// Whether the elements are of this type, aligned and in this machine's byte order. (pyo3 0.30 takes the prefix `>` for its own on
+/// little-endian machines, so the order is looked at here.)
+fn is_of<T: Element>(buffer: &PyUntypedBuffer) -> bool {
+    let format = buffer.format();
+    let is_native = !matches!(format.to_bytes(), [b'<' | b'>' | b'!', ..]);
+    let is_aligned = buffer.len_bytes() == 0 || buffer.buf_ptr().cast::<T>().is_aligned();
+    is_native && is_aligned && buffer.item_size() == size_of::<T>() && T::is_compatible_format(format)
+}
+
 /// What a buffer is, for a message.
-pub(crate) fn describe(buffer: &PyUntypedBuffer) -> String {
+fn describe(buffer: &PyUntypedBuffer) -> String {
     let access = if buffer.readonly() { "a read-only" } else { "a" };
     let strided = if buffer.is_c_contiguous() { "" } else { " strided" };
     let format = buffer.format().to_string_lossy();
     format!("{access}{strided} buffer of shape {:?} and format `{format}`", buffer.shape())
 }
 
+/// Why something that could have a buffer lends none.
+enum NoBuffer {
+    /// It said no: in words, what it is and why.
+    Refused(String),
+    /// Asking raised something else, which goes on to the caller.
+    Raised(PyErr),
+}
+
 /// The buffer of an array or of a CPU tensor; `None` for what has none.
-fn open_buffer(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResult<Option<PyUntypedBuffer>> {
+fn open_buffer(value: &Bound<'_, PyAny>) -> Result<Option<PyUntypedBuffer>, NoBuffer> {
     if value.is_exact_instance_of::<PyList>() || value.is_exact_instance_of::<PyTuple>() {
         return Ok(None);
     }
     let py = value.py();
-    let refuse = |error: PyErr| argument_error(argument, wanted, text(error.value(py).as_any()));
+    let refused = |error: PyErr| {
+        NoBuffer::Refused(format!("{} ({})", type_name(value), text(error.value(py).as_any())))
+    };
     match PyUntypedBuffer::get(value) {
         Ok(buffer) => return Ok(Some(buffer)),
-        Err(error) if !error.is_instance_of::<PyTypeError>(py) => return Err(refuse(error)),
+        Err(error) if !error.is_instance_of::<PyTypeError>(py) => return Err(refused(error)),
         Err(_) => {} // exports no buffer
     }
     // torch tensors export none themselves, but lend their memory through numpy.
@@ -122,7 +198,11 @@ fn open_buffer(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResu
     let array = view.call0().map_err(|error| {
         let about_the_tensor =
             error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyRuntimeError>(py);
-        if about_the_tensor { refuse(error) } else { error }
+        if about_the_tensor { refused(error) } else { NoBuffer::Raised(error) }
     })?;
-    PyUntypedBuffer::get(&array).map(Some).map_err(refuse)
+    PyUntypedBuffer::get(&array).map(Some).map_err(refused)
+}
+
+fn type_name(value: &Bound<'_, PyAny>) -> String {
+    value.get_type().name().map_or_else(|_| "an object".to_owned(), |name| name.to_string())
 }

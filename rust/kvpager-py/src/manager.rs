@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::arguments::{COUNT, ID, read_config, read_natural, read_position, read_sequence_id};
-use crate::buffers::{Arrays, describe, open_out};
+use crate::buffers::{Arrays, Out};
 use crate::failure::{Failure, argument_error, config_error, guarded};
 use crate::stats::PoolStats;
 
@@ -72,6 +72,15 @@ impl KVBlockManager {
         let answer = arrays.read_ids(ids).and_then(|()| body(&mut arrays));
         self.lock_state(py).arrays = arrays;
         answer
+    }
+
+    /// The parameter `block_id`, any block of this pool.
+    fn read_block(&self, block_id: &Bound<'_, PyAny>) -> PyResult<BlockId> {
+        let last = self.config.num_blocks() - 1;
+        let wanted = format!("a block in 0..{last}");
+        let block = read_natural(block_id, "block_id", &wanted)?;
+        let found = BlockId::try_from(block).ok().filter(|&block| block <= last);
+        found.ok_or_else(|| argument_error("block_id", &wanted, block.to_string()))
     }
 
     /// The lock for the arrays only, which are cleared before each use: a poisoned one is as good.
@@ -261,17 +270,19 @@ impl KVBlockManager {
         self.with_arrays(ids, |arrays| {
             counts.map(|counts| arrays.read_counts(counts)).transpose()?;
             let num_tokens = count_tokens(arrays, counts.is_some())?;
-            let wanted =
-                || format!("a writable, contiguous int64 buffer of {num_tokens} elements on the CPU");
-            let target = open_out::<i64>(out, "a writable, contiguous int64 buffer on the CPU")?;
-            if target.item_count() as u64 != num_tokens {
-                return Err(argument_error("out", &wanted(), describe(&target)));
-            }
             let Arrays { ids, counts: kept_counts, slots, .. } = arrays;
-            slots.clear();
             let kept_counts = counts.is_some().then_some(kept_counts.as_slice());
+            let target = match Out::<i64>::open_exact(out, "int64", num_tokens) {
+                Ok(target) => target,
+                Err(about_out) => {
+                    // What is wrong with the batch itself is said first.
+                    self.call(py, 0, |manager| manager.settle_batch(ids, kept_counts))?;
+                    return Err(about_out);
+                }
+            };
+            slots.clear();
             self.call(py, num_tokens, |manager| manager.append_batch(ids, kept_counts, slots))?;
-            target.copy_from_slice(py, slots)
+            target.fill(py, slots)
         })
     }
 
@@ -301,28 +312,28 @@ impl KVBlockManager {
     ) -> PyResult<()> {
         self.with_arrays(ids, |arrays| {
             let Arrays { ids, entries, .. } = arrays;
-            let wanted = format!("a writable, contiguous int32 buffer of {} rows on the CPU", ids.len());
-            let target = open_out::<i32>(out, &wanted)?;
-            let num_entries = target.item_count();
-            let rows_fit = match target.dimensions() {
-                2 => target.shape()[0] == ids.len(),
+            self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))?; // unknown ids are said first
+            let wanted = || format!("a writable, contiguous int32 buffer of {} rows on the CPU", ids.len());
+            let target = Out::<i32>::open(out, wanted)?;
+            let num_entries = target.len();
+            let rows_fit = match *target.shape() {
+                [num_rows, _] => num_rows == ids.len(),
                 _ => num_entries.is_multiple_of(ids.len()),
             };
             if !rows_fit {
-                return Err(argument_error("out", &wanted, describe(&target)));
+                return Err(argument_error("out", &wanted(), target.describe()));
             }
             let max_blocks = num_entries.checked_div(ids.len()).unwrap_or(0);
             entries.resize(num_entries, 0);
-            let described = describe(&target);
             self.call(py, num_entries as u64, |manager| {
                 let longest = manager.longest_table(ids)?;
-                if longest > max_blocks {
-                    let wanted = format!("room for {longest} blocks in a row, the longest table");
-                    return Err(Error::Argument { argument: "out", wanted, got: described });
+                if longest <= max_blocks {
+                    return manager.write_block_tables(ids, max_blocks, entries);
                 }
-                manager.write_block_tables(ids, max_blocks, entries)
+                let wanted = format!("room for {longest} blocks in a row, the longest table");
+                Err(Error::Argument { argument: "out", wanted, got: target.describe() })
             })?;
-            target.copy_from_slice(py, entries)
+            target.fill(py, entries)
         })
     }
 
@@ -330,14 +341,9 @@ impl KVBlockManager {
     fn seq_lens_into(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_arrays(ids, |arrays| {
             let Arrays { ids, entries, .. } = arrays;
-            let wanted = format!("a writable, contiguous int32 buffer of {} elements on the CPU", ids.len());
-            let target = open_out::<i32>(out, &wanted)?;
-            if target.item_count() != ids.len() {
-                return Err(argument_error("out", &wanted, describe(&target)));
-            }
             entries.resize(ids.len(), 0);
             self.call(py, ids.len() as u64, |manager| manager.write_seq_lens(ids, entries))?;
-            target.copy_from_slice(py, entries)
+            Out::<i32>::open_exact(out, "int32", ids.len() as u64)?.fill(py, entries)
         })
     }
 
@@ -350,21 +356,13 @@ impl KVBlockManager {
 
     /// Give back a block that `allocate_block` handed out. O(1).
     fn free_block(&self, py: Python<'_>, block_id: &Bound<'_, PyAny>) -> PyResult<()> {
-        let wanted = format!("a block in 0..{}", self.config.num_blocks() - 1);
-        let block = read_natural(block_id, "block_id", &wanted)?;
-        let Ok(block) = BlockId::try_from(block) else {
-            return Err(argument_error("block_id", &wanted, block.to_string()));
-        };
+        let block = self.read_block(block_id)?;
         self.call(py, 0, |manager| manager.free_block(block))
     }
 
     /// Holders of a block: table entries that name it, plus a caller who allocated it. O(1).
     fn ref_count(&self, py: Python<'_>, block_id: &Bound<'_, PyAny>) -> PyResult<u32> {
-        let wanted = format!("a block in 0..{}", self.config.num_blocks() - 1);
-        let block = read_natural(block_id, "block_id", &wanted)?;
-        let Ok(block) = BlockId::try_from(block) else {
-            return Err(argument_error("block_id", &wanted, block.to_string()));
-        };
+        let block = self.read_block(block_id)?;
         self.call(py, 0, |manager| manager.ref_count(block))
     }
 
