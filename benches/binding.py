@@ -31,6 +31,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
+
 from kvpager import KVBlockManager, reference
 
 NUM_SEQUENCES = 256

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 import kvpager.block_manager
 import kvpager.reference
-import pytest
 
 Make = Callable[..., Any]
 

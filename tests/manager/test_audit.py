@@ -1,6 +1,7 @@
 """A planted corruption of each kind makes the audit fail, and the audit names it. (The Rust core plants its own.)"""
 
 import pytest
+
 from kvpager.reference import KVBlockManager
 
 

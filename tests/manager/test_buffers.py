@@ -5,6 +5,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
+
 from kvpager.errors import ArgumentError, OutOfBlocksError, UnknownSequenceError
 
 KINDS = {

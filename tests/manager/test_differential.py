@@ -8,11 +8,12 @@ can shrink. A failure prints the operations that led to it; `replay(world, opera
 import random
 from array import array
 
-import kvpager.block_manager
-import kvpager.reference.pool
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import kvpager.block_manager
+import kvpager.reference.pool
 from kvpager.errors import KVPagerError
 
 STATS = ("num_blocks", "live", "cached", "fenced", "free", "num_sequences", "num_copies", "peak_live")

@@ -1,6 +1,7 @@
 """Errors are part of the contract: class, text and values, the same from both implementations."""
 
 import pytest
+
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
