@@ -131,6 +131,8 @@ def test_state_and_slot_errors(manager, error, text, call):
     [
         ((0, 4), "`num_physical_blocks`: wanted 1 to 2147483647 blocks, got 0"),
         ((2**31, 4), "`num_physical_blocks`: wanted 1 to 2147483647 blocks, got 2147483648"),
+        ((-1, 4), "`num_physical_blocks`: wanted 1 to 2^63-1, got -1"),
+        ((4, 2**63), "`block_size`: wanted 1 to 2^63-1, got 9223372036854775808"),
         ((4, 0), "`block_size`: wanted at least 1 token, got 0"),
         ((4, 2**61), "4 blocks of 2305843009213693952 tokens: the slots don't fit a 64-bit integer"),
     ],

@@ -53,8 +53,9 @@ class KVBlockManager(TensorFace):
 
     def __init__(self, num_physical_blocks: int, block_size: int, *, enable_prefix_caching: bool = False) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
-        num_physical_blocks = read_int("num_physical_blocks", num_physical_blocks)
-        block_size = read_int("block_size", block_size)
+        for argument, value in (("num_physical_blocks", num_physical_blocks), ("block_size", block_size)):
+            if not 0 <= read_int(argument, value) <= MAX_INT64:
+                raise ConfigError(f"`{argument}`: wanted 1 to 2^63-1, got {value}")
         if not 1 <= num_physical_blocks <= MAX_BLOCKS:
             raise ConfigError(f"`num_physical_blocks`: wanted 1 to {MAX_BLOCKS} blocks, got {num_physical_blocks}")
         if block_size < 1:
