@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kThreads, 4) attention_kernel(AttentionParams<
   }
   for (int d = threadIdx.x; d < D; d += kThreads) {
     A merged = 0;
-    for (int w = 0; w < kWarps; ++w)
-      if (weights[w] != 0) merged += weights[w] * warps.accs[w][d];
+    for (int w = 0; w < kWarps; ++w) merged += weights[w] * warps.accs[w][d];
     out[d] = narrow<T>(merged / total);
   }
   if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = top + log(total);

@@ -23,7 +23,9 @@
 #include <cstring>
 #include <functional>
 #include <vector>
-#if !defined(__x86_64__)
+#if defined(__x86_64__) && !defined(KVPAGER_EMULATE_UCONTEXT)
+#define KVPAGER_EMULATE_ASSEMBLY  // a switch of 15 instructions; ucontext, for other CPUs, makes a system call
+#else
 #include <ucontext.h>
 #endif
 
@@ -48,7 +50,7 @@ struct Fiber {
   unsigned barriers = 0;     // block barriers met so far
   unsigned collectives = 0;  // warp collectives met so far; its parity picks the exchange buffer
   char* stack = nullptr;
-#if defined(__x86_64__)
+#if defined(KVPAGER_EMULATE_ASSEMBLY)
   void* stack_pointer = nullptr;
 #else
   ucontext_t context;
@@ -75,7 +77,7 @@ struct Block {
   Fiber* running = nullptr;
   const std::function<void()>* body = nullptr;
   uint64_t serial = 0;  // counts the blocks run on this OS thread
-#if defined(__x86_64__)
+#if defined(KVPAGER_EMULATE_ASSEMBLY)
   void* scheduler_stack_pointer = nullptr;
 #else
   ucontext_t scheduler_context;
@@ -88,7 +90,7 @@ struct Block {
 
 inline thread_local Block* block = nullptr;
 
-#if defined(__x86_64__)
+#if defined(KVPAGER_EMULATE_ASSEMBLY)
 // Saves the callee-saved registers on the stack, stores the stack pointer, and continues on another stack.
 extern "C" void kvpager_emulated_switch(void** save, void* resume);
 asm(".text\n.weak kvpager_emulated_switch\n.type kvpager_emulated_switch,@function\nkvpager_emulated_switch:\n"
@@ -101,7 +103,7 @@ asm(".text\n.weak kvpager_emulated_switch\n.type kvpager_emulated_switch,@functi
 inline void switch_to(Fiber* to) {
   Fiber* from = block->running;
   block->running = to;
-#if defined(__x86_64__)
+#if defined(KVPAGER_EMULATE_ASSEMBLY)
   kvpager_emulated_switch(from ? &from->stack_pointer : &block->scheduler_stack_pointer,
                           to ? to->stack_pointer : block->scheduler_stack_pointer);
 #else
@@ -221,7 +223,7 @@ inline void start_fiber(Fiber& fiber) {
     if (stack == MAP_FAILED) die("no memory for a fiber's stack");
     fiber.stack = static_cast<char*>(stack);
   }
-#if defined(__x86_64__)
+#if defined(KVPAGER_EMULATE_ASSEMBLY)
   void** top = reinterpret_cast<void**>(fiber.stack + kStackBytes - 64);
   *--top = nullptr;  // return address of run_fiber, which never returns
   *--top = reinterpret_cast<void*>(&run_fiber);

@@ -134,6 +134,28 @@ def test_paged_equals_contiguous(kernels, make_case, group):
         assert (out[row].double() - wanted).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 70])
+def test_long_sequences_with_growing_scores(kernels, make_case, tolerance, dtype, window):
+    """Every later part of the sequence holds a larger logit, so all sums before it must be rescaled."""
+    lengths = [63, 64, 65, 129, 200] if kernels.name != "emulated" else [33, 70]
+    case = make_case(lengths, dtype=dtype, block_size=16, head_dim=16)
+    query = torch.ones(3 * len(lengths), case.num_heads, 16, dtype=dtype)
+    for row, length in enumerate(lengths):
+        case.keys[row] += (torch.arange(length) / length).reshape(length, 1, 1).to(dtype)
+        for position in range(length):
+            block, offset = int(case.block_tables[row, position // 16]), position % 16
+            case.key_cache[block, :, offset] = case.keys[row][position]
+    starts = torch.arange(0, len(query) + 1, 3, dtype=torch.int32)
+    out = ops.paged_prefill(
+        query, case.key_cache, case.value_cache, case.block_tables, starts, case.seq_lens, window=window
+    )
+    for row, length in enumerate(lengths):
+        for i in range(3):
+            wanted, _ = case.oracle(row, query[3 * row + i], length - 3 + i, scale=0.25, window=window)
+            torch.testing.assert_close(out[3 * row + i].double(), wanted, rtol=0, atol=tolerance[dtype])
+
+
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_write_equals_indexing(kernels, make_case, seed):
     """Random slots with −1 among them, more rows than slots, strided K/V and caches: only the named slots change."""

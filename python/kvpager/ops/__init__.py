@@ -11,7 +11,8 @@ entries, lengths) raise `SlotError` or `ArgumentError` on the CPU, with nothing 
 an error is kept on the device until `check_errors()` raises it; `KVPAGER_CHECKED=1` does that after every call, at the
 price of a device sync. In a compiled graph a bad value surfaces as the kernel's RuntimeError, with the same text.
 
-Importing this module loads the native library, or registers the reference kernels and logs that once.
+The ops are for inference: no gradient flows through them. Importing this module loads the native library, or registers
+the reference kernels and logs that once.
 """
 
 from kvpager.ops import dispatch

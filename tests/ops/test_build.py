@@ -1,0 +1,110 @@
+"""The function that builds csrc/: what it keeps, what it rebuilds, and what it says when something is missing."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CPP = 'extern "C" __attribute__((visibility("default"))) int {name}() {{ return 1; }}\n'
+
+
+@pytest.fixture
+def build():
+    spec = importlib.util.spec_from_file_location("native_build_tested", ROOT / "build_backend" / "native_build.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module.build_native
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A source tree of two tiny CPU sources and one .cu, and an environment without CUDA."""
+    for name in ("cpu", "cuda"):
+        (tmp_path / "csrc" / name).mkdir(parents=True)
+    (tmp_path / "csrc" / "ops.cpp").write_text('#include "checks.h"\n' + CPP.format(name="one"))
+    (tmp_path / "csrc" / "cpu" / "ops.cpp").write_text(CPP.format(name="two"))
+    (tmp_path / "csrc" / "cuda" / "ops.cu").write_text("not C++")
+    (tmp_path / "csrc" / "checks.h").write_text("#pragma once\n")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    folders = [path for path in os.environ["PATH"].split(os.pathsep) if not (Path(path) / "nvcc").exists()]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler")
+    return tmp_path
+
+
+def test_only_what_changed_is_built_again(build, tree):
+    out = tree / "package" / "_C.abi3.so"
+    report = build(tree, out)
+    assert report.built, report.reason
+    assert sorted(report.compiled) == ["csrc/cpu/ops.cpp", "csrc/ops.cpp"]
+    before = out.stat().st_mtime_ns
+    report = build(tree, out)
+    assert (report.built, report.compiled, len(report.reused)) == (True, [], 2)
+    assert out.stat().st_mtime_ns == before
+    (tree / "csrc" / "cpu" / "ops.cpp").write_text(CPP.format(name="three"))
+    report = build(tree, out)
+    assert (report.compiled, report.reused) == (["csrc/cpu/ops.cpp"], ["csrc/ops.cpp"])
+    assert b"three" in out.read_bytes()
+    (tree / "csrc" / "checks.h").write_text("#pragma once\n// another\n")
+    assert len(build(tree, out).compiled) == 2
+    out.unlink()
+    assert build(tree, out).compiled == []
+    assert out.exists()
+    objects = list((tree / "build" / "native").glob("*.o"))
+    assert len(objects) == 2  # outdated ones are dropped
+
+
+def test_what_is_missing_is_said(build, tree, monkeypatch):
+    out = tree / "_C.abi3.so"
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    report = build(tree, out)
+    assert not report.built
+    assert str(report) == "native library not built: `CXX` names `no-such-compiler`, which is not there"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tree))
+    assert "no C++ compiler" in build(tree, out).reason
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "torch is not installed" in build(tree, out).reason
+    assert not out.exists()
+
+
+def test_a_source_that_does_not_compile_is_shown(build, tree):
+    (tree / "csrc" / "cpu" / "ops.cpp").write_text("int broken(\n")
+    report = build(tree, tree / "_C.abi3.so")
+    assert not report.built
+    assert "could not compile csrc/cpu/ops.cpp" in report.reason
+    assert "broken" in report.reason
+
+
+def fake_nvcc(tree, script):
+    """A toolkit whose nvcc is a shell script."""
+    nvcc = tree / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    return nvcc.parents[1]
+
+
+def test_a_failing_nvcc_leaves_the_cpu_library(build, tree, monkeypatch):
+    monkeypatch.setenv(
+        "CUDA_HOME", str(fake_nvcc(tree, '[ "$1" = --version ] && echo 1 || { echo no GPU for you; exit 1; }'))
+    )
+    report = build(tree, tree / "_C.abi3.so")
+    assert report.built
+    assert report.cuda == ()
+    assert "could not compile csrc/cuda/ops.cu" in report.cuda_reason
+    assert "no GPU for you" in report.cuda_reason
+
+
+def test_without_nvcc_the_report_says_where_it_looked(build, tree):
+    report = build(tree, tree / "_C.abi3.so")
+    if report.cuda_reason != "no nvcc in CUDA_HOME, CUDA_PATH, PATH or the nvidia pip packages":
+        pytest.skip("this environment has the nvcc of the pip packages")
+    assert "no CUDA kernels: no nvcc in CUDA_HOME" in str(report)
