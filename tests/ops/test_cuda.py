@@ -1,0 +1,93 @@
+"""The real CUDA kernels, where there is a GPU: against the oracle, in a captured graph, and their device errors.
+
+Everywhere else the same sources run under the emulator in the other files.
+"""
+
+import pytest
+import torch
+
+from kvpager import native, ops
+from kvpager.errors import ArgumentError, SlotError
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and native.native_status().cuda_kernels), reason="no GPU, or built without nvcc"
+)
+
+
+def inputs_of(case):
+    return [tensor.to(DEVICE) for tensor in (case.key_cache, case.value_cache, case.block_tables, case.seq_lens)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (7, 3.0)])
+def test_attention_equals_oracle(make_case, tolerance, dtype, window, softcap):
+    lengths = [0, 1, 16, 17, 100]
+    case = make_case(lengths, dtype=dtype, group=5, head_dim=64, block_size=16)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    options = {"scale": 0.125, "window": window, "softcap": softcap}
+    sinks = torch.randn(case.num_heads, generator=case.generator).to(wide)
+    query = case.random(len(lengths), case.num_heads, 64)
+    key_cache, value_cache, table, seq_lens = inputs_of(case)
+    out = ops.paged_attention(
+        query.to(DEVICE), key_cache, value_cache, table, seq_lens, sinks=sinks.to(DEVICE), **options
+    )
+    starts = torch.tensor([0, 0, 1, 2, 3, 5], dtype=torch.int32, device=DEVICE)
+    prefill = ops.paged_prefill(
+        query.to(DEVICE), key_cache, value_cache, table, starts, seq_lens, sinks=sinks.to(DEVICE), **options
+    )
+    assert (out[0] == 0).all()
+    for row in range(1, 5):
+        wanted, _ = case.oracle(row, query[row], lengths[row] - 1, sinks=sinks, **options)
+        torch.testing.assert_close(out[row].double().cpu(), wanted, rtol=0, atol=tolerance[dtype])
+    for token, row in enumerate([1, 2, 3, 4, 4]):
+        position = lengths[row] - (2 if token == 3 else 1)
+        wanted, _ = case.oracle(row, query[token], position, sinks=sinks, **options)
+        torch.testing.assert_close(prefill[token].double().cpu(), wanted, rtol=0, atol=tolerance[dtype])
+
+
+def test_moves_equal_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    caches = [torch.randn(6, 2, 4, 8, generator=generator) for _ in range(2)]
+    rows = [torch.randn(5, 2, 8, generator=generator) for _ in range(2)]
+    slots, pairs = torch.tensor([3, -1, 0, 17]), torch.tensor([[0, 2], [4, 1]])
+    on_device = [cache.to(DEVICE) for cache in caches]
+    ops.write_kv(*(row.to(DEVICE) for row in rows), *on_device, slots.to(DEVICE))
+    ops.copy_blocks(on_device, pairs.to(DEVICE))
+    ops.reference.write_kv(*rows, *caches, slots)
+    ops.reference.copy_blocks(caches, pairs)
+    for cache, wanted in zip(on_device, caches, strict=True):
+        assert torch.equal(cache.cpu(), wanted)
+
+
+def test_captured_graph_follows_new_lengths_and_tables(make_case):
+    case = make_case([9, 17], head_dim=64, block_size=4)
+    query = case.random(2, case.num_heads, 64)
+    static = [query.to(DEVICE), *inputs_of(case)]
+    out = torch.empty_like(static[0])
+    ops.paged_attention(*static, scale=0.125, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.paged_attention(*static, scale=0.125, out=out)
+    for lengths in ([9, 17], [5, 0], [1, 16]):
+        static[4].copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        for row, length in enumerate(lengths):
+            wanted = case.oracle(row, query[row], length - 1, scale=0.125)[0] if length else torch.zeros(4, 64).double()
+            torch.testing.assert_close(out[row].double().cpu(), wanted, rtol=0, atol=2e-6)
+    ops.check_errors()
+
+
+def test_bad_values_wait_on_the_device(make_case):
+    case = make_case([5, 6])
+    key_cache, value_cache, table, lengths = inputs_of(case)
+    rows = torch.zeros(2, 2, 8, device=DEVICE)
+    before = key_cache.clone()
+    ops.write_kv(rows, rows, key_cache, value_cache, torch.tensor([-2, 10**6], device=DEVICE))
+    assert torch.equal(key_cache.view(torch.int32), before.view(torch.int32))
+    with pytest.raises(SlotError, match="`slot_mapping`"):
+        ops.check_errors()
+    ops.check_errors()
+    ops.paged_attention(torch.zeros(2, 4, 8, device=DEVICE), key_cache, value_cache, table, lengths + 100)
+    with pytest.raises(ArgumentError, match="`seq_lens`"):
+        ops.check_errors()
