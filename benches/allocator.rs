@@ -1,8 +1,8 @@
 //! What the block manager costs, without Python, tensors or a device: `cargo bench allocator`.
 //!
-//! An engine calls the allocator between two forward passes, while the device waits. A decode step of a small model on a
-//! fast GPU takes about a millisecond, so bookkeeping should stay near a microsecond for a whole batch; in engines that
-//! do it in Python it takes 50 to 2,600 µs for 256 sequences.
+//! An engine calls the allocator between two forward passes, while the device waits. A decode step of a small model on
+//! a fast GPU takes about a millisecond, so bookkeeping should stay near a microsecond for a whole batch; in engines
+//! that do it in Python it takes 50 to 2,600 µs for 256 sequences.
 //!
 //! | id | timed | how to read it |
 //! |---|---|---|

@@ -4,8 +4,9 @@
 //! compared with the free blocks, and only when the pool is nearly empty is the exact demand counted, by playing the
 //! appends through on scratch memory that is kept between calls. Then blocks are taken and nothing can refuse.
 //!
-//! Costs: O(tokens) for every call, one hash lookup per mention of a sequence, no heap allocation once the scratch and
-//! the caller's vector have grown to the size of the batch.
+//! Costs: O(tokens) for every call, at most one hash lookup per mention of a sequence (none where the batch before
+//! named it at the same place), no heap allocation once the scratch and the caller's vector have grown to the size of
+//! the batch.
 
 use rustc_hash::FxHashMap;
 
@@ -19,7 +20,7 @@ use crate::{BlockId, Config, Error, Result, SequenceId, Slot};
 /// `leaving` is empty.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
-    /// Of each mention in the batch: the row of its sequence.
+    /// Of each mention in the batch: the row of its sequence. Kept as guesses for the next batch.
     rows: Vec<u32>,
     /// Of each row of the sequence table: tokens that earlier mentions of the batch append.
     planned: Vec<u64>,
@@ -91,7 +92,7 @@ impl BlockManager {
     }
 
     /// Appends `counts[i]` tokens (one each, if `None`) to `ids[i]`, in order, and adds their slots to `slots`.
-    /// An id named twice appends twice. O(tokens), one hash lookup per id.
+    /// An id named twice appends twice. O(tokens), at most one hash lookup per id.
     ///
     /// # Errors
     /// Nothing is appended to any sequence if one can't be: [`Error::Argument`] if `counts` has another length than
@@ -157,9 +158,9 @@ impl BlockManager {
         if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
             return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));
         }
-        self.scratch.rows.clear();
-        for &sequence_id in ids {
-            self.scratch.rows.push(self.sequences.find(sequence_id)?);
+        self.scratch.rows.resize(ids.len(), u32::MAX);
+        for (row, &sequence_id) in self.scratch.rows.iter_mut().zip(ids) {
+            *row = self.sequences.find_near(sequence_id, *row)?;
         }
         let free = u64::from(self.pool.num_free());
         if demand_bound(&self.config, ids.len(), counts) > free {

@@ -4,7 +4,7 @@
 //! O(blocks used so far + table entries) time and memory.
 
 use crate::manager::BlockManager;
-use crate::sequence::Sequence;
+use crate::sequence::{Sequence, VACANT};
 use crate::{BlockId, SequenceId};
 
 /// Who holds each block, recounted; indexed by block, up to the watermark.
@@ -74,6 +74,11 @@ impl BlockManager {
                 self.sequences.row_of.len(),
                 self.sequences.vacant.len()
             ));
+        }
+        for &row in &self.sequences.vacant {
+            if self.sequences.rows.get(row as usize).is_none_or(|sequence| sequence.id != VACANT) {
+                faults.push(format!("sequence table: row {row} is listed as vacant, but is not"));
+            }
         }
         for (&id, &row) in &self.sequences.row_of {
             match self.sequences.rows.get(row as usize) {
@@ -373,6 +378,7 @@ mod tests {
         let mut manager = sound();
         manager.sequences.vacant.push(0);
         assert_named(&manager, "sequence table: 2 rows, but 2 used and 1 vacant");
+        assert_named(&manager, "sequence table: row 0 is listed as vacant, but is not");
     }
 
     #[test]

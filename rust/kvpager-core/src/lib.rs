@@ -22,15 +22,15 @@
 //!   hash of a block id. A pool of any size is made in O(1) touched memory: blocks never used before are a watermark,
 //!   not entries.
 //! * **Free list.** A stack: O(1), last freed first, so what was touched last is handed out while it is warm.
-//! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail gets
-//!   a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the pairs
-//!   ([`BlockManager::take_copies`]) before the next write. Until then the source is pinned: with no holder left it is
-//!   *fenced*, not free.
+//! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail
+//!   gets a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the
+//!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source is pinned: with no holder left
+//!   it is *fenced*, not free.
 //! * **Open runs.** A sequence remembers how many positions of its tail it may write without looking at the pool, so
 //!   that an append is one hash, one compare and two additions. Whatever may change the answer (a fork, a rollback)
 //!   closes the run; the next append looks again.
-//! * **All or nothing.** Each call checks everything and settles its demand for blocks before it changes anything. After
-//!   an error the state is the state before, down to the order in which free blocks will be handed out.
+//! * **All or nothing.** Each call checks everything and settles its demand for blocks before it changes anything.
+//!   After an error the state is the state before, down to the order in which free blocks will be handed out.
 //!
 //! The modules, lowest first: [`config`] and [`error`] are leaves; `links` are lists threaded through arrays; `pool`
 //! decides the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences; `append`

@@ -1,6 +1,6 @@
 //! The public face: one manager of one pool. It owns the pool, the table of sequences and the ledger of copies, and
-//! changes them together. Here: sequences come, fork, shrink and go, and blocks are held outside of them. The appends stand
-//! in `append`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
+//! changes them together. Here: sequences come, fork, shrink and go, and blocks are held outside of them. The appends
+//! stand in `append`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
 //!
 //! Each method says what it costs, what it refuses, and has an example that runs.
 

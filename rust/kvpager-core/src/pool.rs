@@ -12,7 +12,8 @@
 use crate::links::{Links, List};
 use crate::{BlockId, Config, Error, Result};
 
-/// Bytes of bookkeeping for each block: ref count, pins, two links, owed source, stack entry (u32 each), hold (one bool).
+/// Bytes of bookkeeping for each block: ref count, pins, two links, owed source, stack entry (u32 each), hold (one
+/// bool).
 const BYTES_PER_BLOCK: usize = 6 * size_of::<u32>() + size_of::<bool>();
 
 /// See the module header.

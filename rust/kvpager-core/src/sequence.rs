@@ -13,8 +13,11 @@ use crate::{BlockId, Error, Result, SequenceId, Slot};
 /// and releases sequences does not go back to the allocator each time.
 const KEPT_TABLE_ENTRIES: usize = 4096;
 
+/// The id in a vacant row: none that a sequence can have.
+pub(crate) const VACANT: SequenceId = SequenceId::MAX;
+
 /// One sequence. One cache line, so that an append touches nothing else while its run is open.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 #[repr(align(64))]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
@@ -29,6 +32,11 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
+    /// A row without a sequence; `table` is empty memory to be used again.
+    fn vacant(table: Vec<BlockId>) -> Self {
+        Self { id: VACANT, length: 0, open: 0, next_slot: 0, table }
+    }
+
     /// `num_tokens` positions of the open run are taken; returns the slot of the first.
     #[inline]
     pub(crate) fn advance(&mut self, num_tokens: u64) -> Slot {
@@ -67,6 +75,16 @@ impl SequenceTable {
         }
     }
 
+    /// The row of a sequence, with a guess where it may be: a batch mostly names the same sequences in the same order
+    /// as the one before it, and then nothing is hashed. Any number is a safe guess.
+    #[inline]
+    pub(crate) fn find_near(&self, sequence_id: SequenceId, guess: u32) -> Result<u32> {
+        match self.rows.get(guess as usize) {
+            Some(sequence) if sequence.id == sequence_id && sequence_id != VACANT => Ok(guess),
+            _ => self.find(sequence_id),
+        }
+    }
+
     pub(crate) fn get(&self, sequence_id: SequenceId) -> Result<&Sequence> {
         self.find(sequence_id).map(|row| &self.rows[row as usize])
     }
@@ -74,7 +92,7 @@ impl SequenceTable {
     /// Makes an empty sequence under an id that the caller has found to be new.
     pub(crate) fn insert(&mut self, sequence_id: SequenceId) -> u32 {
         let row = self.vacant.pop().unwrap_or_else(|| {
-            self.rows.push(Sequence::default());
+            self.rows.push(Sequence::vacant(Vec::new()));
             self.rows.len() as u32 - 1
         });
         self.rows[row as usize].id = sequence_id;
@@ -89,7 +107,7 @@ impl SequenceTable {
         let mut table = std::mem::take(&mut sequence.table);
         table.clear();
         table.shrink_to(KEPT_TABLE_ENTRIES);
-        *sequence = Sequence { table, ..Sequence::default() };
+        *sequence = Sequence::vacant(table);
         self.vacant.push(row);
     }
 

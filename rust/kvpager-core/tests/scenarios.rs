@@ -132,8 +132,8 @@ fn b002_only_blocks_of_the_caller_can_be_freed() {
     assert_sound(&manager);
 }
 
-/// A slot reserved ahead of the token, and the sequence ends before it is used: rolled back or not, each block comes back
-/// exactly once.
+/// A slot reserved ahead of the token, and the sequence ends before it is used: rolled back or not, each block comes
+/// back exactly once.
 #[test]
 fn b004_one_release_per_allocated_slot() {
     for rolls_back in [false, true] {
@@ -311,6 +311,29 @@ fn ids_stop_at_63_bits() {
     assert!(matches!(refused, Err(Error::Argument { argument: "sequence_id", .. })));
     let refused = manager.fork_sequence(largest, largest + 1, None);
     assert!(matches!(refused, Err(Error::Argument { argument: "child", .. })));
+}
+
+/// A batch looks first where the batch before found its sequences: rows may have changed hands since.
+#[test]
+fn a_batch_finds_sequences_that_moved() {
+    let mut manager = pool(8, 4);
+    for id in [1, 2] {
+        admit(&mut manager, id, 1);
+    }
+    let mut slots = Vec::new();
+    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    manager.release_sequence(1).unwrap();
+    for unknown in [1, 0, SequenceId::MAX] {
+        let refused = manager.append_batch(&[unknown, 2], None, &mut slots);
+        assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: unknown }));
+    }
+    admit(&mut manager, 3, 1); // takes over the row of 1
+    slots.clear();
+    manager.append_batch(&[2, 3], None, &mut slots).unwrap();
+    manager.append_batch(&[3, 2, 3], None, &mut slots).unwrap();
+    assert_eq!(slots, [6, 1, 2, 7, 3]);
+    assert_eq!(manager.sequence_ids(), [2, 3]);
+    assert_sound(&manager);
 }
 
 #[test]

@@ -154,8 +154,8 @@ impl<T: Element> Out<T> {
     }
 }
 
-/// Whether the elements are of this type, aligned and in this machine's byte order. (pyo3 0.30 takes the prefix `>` for its own on
-/// little-endian machines, so the order is looked at here.)
+/// Whether the elements are of this type, aligned and in this machine's byte order. (pyo3 0.30 takes the prefix `>`
+/// for its own on little-endian machines, so the order is looked at here.)
 fn is_of<T: Element>(buffer: &PyUntypedBuffer) -> bool {
     let format = buffer.format();
     let is_native = !matches!(format.to_bytes(), [b'<' | b'>' | b'!', ..]);

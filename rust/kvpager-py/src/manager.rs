@@ -3,6 +3,8 @@
 //! Rules that keep it sound: Python code is never run while the lock is held (arguments are converted before, answers
 //! after); a thread that waits for the lock has let go of the interpreter; work that may take long runs detached from
 //! it. So any interleaving of threads equals some serial order, and there is no deadlock with the interpreter.
+//!
+//! Long, because the methods of one Python class stand in one block; each converts, calls and returns.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -303,7 +305,7 @@ impl KVBlockManager {
         })
     }
 
-    /// Write the block tables of `ids` to `out`, a writable int32 buffer [B, M]; rows are padded with -1. O(B * M).
+    /// Write the block tables of `ids` to `out`, a writable int32 buffer `[B, M]`; rows are padded with -1. O(B * M).
     fn block_tables_into(
         &self,
         py: Python<'_>,
@@ -337,7 +339,7 @@ impl KVBlockManager {
         })
     }
 
-    /// Write the lengths of `ids` to `out`, a writable int32 buffer [B]. O(B).
+    /// Write the lengths of `ids` to `out`, a writable int32 buffer `[B]`. O(B).
     fn seq_lens_into(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
         self.with_arrays(ids, |arrays| {
             let Arrays { ids, entries, .. } = arrays;
@@ -409,7 +411,8 @@ impl KVBlockManager {
         self.call(py, 0, |manager| Ok(manager.stats().into()))
     }
 
-    /// Positions of live blocks that hold no token, each block once; or of one sequence's blocks. O(table entries), O(1).
+    /// Positions of live blocks that hold no token, each block once, O(table entries); or of one sequence's blocks,
+    /// O(1).
     #[pyo3(signature = (sequence_id = None))]
     fn internal_fragmentation_tokens(
         &self,
