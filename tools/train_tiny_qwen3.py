@@ -1,7 +1,7 @@
 """Trains the small Qwen3 that comes with kvpager, on text that comes with CPython. Nothing is downloaded.
 
-    python tools/train_tiny_qwen3.py --out OUT_DIR --minutes 12 --batch 4 --lr 3e-3 --seed 0    how the bundled one was made
-    python tools/train_tiny_qwen3.py --out OUT_DIR --steps 2970 --batch 4 --lr 3e-3 --seed 0    repeats exactly
+    python tools/train_tiny_qwen3.py --out OUT_DIR --minutes 12 --batch 4 --lr 3e-3 --seed 0    made the bundled one
+    python tools/train_tiny_qwen3.py --out OUT_DIR --steps 2970 --batch 4 --lr 3e-3 --seed 0     repeats exactly
 
 Text: the reference manual's topics in `pydoc_data` and the docstrings of the standard library (PSF licence). It writes
 a Hugging Face folder (config, weights, tokenizer) and `training_log.json`; the rest beside them is written by hand.
