@@ -37,25 +37,30 @@ class OutOfBlocksError(KVPagerError):
     """The pool can't hand out the blocks that a call needs. Nothing was taken.
 
     Attributes:
-        needed: blocks the whole call would take.
+        needed: blocks the whole call would take, the watermark included.
         free: blocks that could be handed out when it was made.
         fenced: blocks that no sequence holds but that work in flight may still touch.
         total: blocks in the pool.
         row: index of the first row of a batched call that lacks a block; None for a call on one sequence.
+        watermark: of `needed`, the blocks that an admission has to leave free; 0 in every other call.
     """
 
-    def __init__(self, needed: int, free: int, fenced: int, total: int, row: int | None = None) -> None:
+    def __init__(
+        self, needed: int, free: int, fenced: int, total: int, row: int | None = None, watermark: int = 0
+    ) -> None:
         self.needed = needed
         self.free = free
         self.fenced = fenced
         self.total = total
         self.row = row
-        where = "" if row is None else f"; row {row} is the first that lacks one"
+        self.watermark = watermark
+        kept_back = f" ({watermark} of them the watermark)" if watermark else ""
         held_back = f" ({fenced} fenced)" if fenced else ""
-        super().__init__(f"need {needed} blocks, {free} free of {total}{held_back}{where}")
+        where = "" if row is None else f"; row {row} is the first that lacks one"
+        super().__init__(f"need {needed} blocks{kept_back}, {free} free of {total}{held_back}{where}")
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.needed, self.free, self.fenced, self.total, self.row)
+        return type(self), (self.needed, self.free, self.fenced, self.total, self.row, self.watermark)
 
 
 class _SequenceError(KVPagerError):

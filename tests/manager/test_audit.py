@@ -66,15 +66,15 @@ def free_source(manager):
 
 def fenced_for_nothing(manager):
     manager._pool.free.remove(7)
-    manager._pool.fenced[7] = None
+    manager._pool.fenced[7] = -1
 
 
 def fenced_and_free(manager):
-    manager._pool.fenced[6] = None
+    manager._pool.fenced[6] = -1
 
 
 def live_and_fenced(manager):
-    manager._pool.fenced[3] = None
+    manager._pool.fenced[3] = -1
 
 
 def wrong_live_counter(manager):

@@ -247,11 +247,6 @@ def test_b127_pools_of_what_is_no_integer(make, num_blocks, block_size):
         make(num_blocks, block_size)
 
 
-def test_b127_a_prefix_index_is_refused_until_there_is_one(make):
-    with pytest.raises(ConfigError, match="enable_prefix_caching"):
-        make(4, 4, enable_prefix_caching=True)
-
-
 # Concurrency
 
 

@@ -5,13 +5,16 @@ A number out of range is an ArgumentError that names the parameter; what is no n
 
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any, cast
 
 from kvpager.errors import ArgumentError, SlotError
 
 MAX_INT64 = 2**63 - 1  # slots are int64 in slot mappings, so are sequence ids
+MAX_TOKEN_ID = 2**31 - 1
 ID = "an id in 0..2^63-1"
 COUNT = "a count in 0..2^63-1"
+TOKEN_ID = "a token id in 0..2^31-1"
 
 # Formats of the buffer protocol (those of the `struct` module) on machines where a C long has 64 bits.
 INT64_FORMATS = ("q", "l")
@@ -19,10 +22,10 @@ INT32_FORMATS = ("i",)
 _READABLE = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints"
 
 
-def read_natural(argument: str, value: object, wanted: str) -> int:
-    """`value` as an int in 0..2^63-1."""
+def read_natural(argument: str, value: object, wanted: str, high: int = MAX_INT64) -> int:
+    """`value` as an int in 0..`high`."""
     integer = read_int(argument, value)
-    if not 0 <= integer <= MAX_INT64:
+    if not 0 <= integer <= high:
         raise ArgumentError(argument, wanted, integer)
     return integer
 
@@ -49,8 +52,8 @@ def check_length(argument: str, length: int, high: int) -> None:
         raise ArgumentError(argument, f"0 to {high} tokens", length)
 
 
-def read_naturals(argument: str, values: Any, wanted: str) -> list[int]:
-    """The integers of a tensor, a buffer or a sequence, each in 0..2^63-1."""
+def read_naturals(argument: str, values: Any, wanted: str, high: int = MAX_INT64) -> list[int]:
+    """The integers of a tensor, a buffer or a sequence, each in 0..`high`."""
     view = as_buffer(argument, values)
     if view is not None:
         if view.ndim != 1 or view.format not in INT64_FORMATS + INT32_FORMATS:
@@ -58,7 +61,47 @@ def read_naturals(argument: str, values: Any, wanted: str) -> list[int]:
         values = view.tolist()
     elif not hasattr(values, "__iter__"):
         raise TypeError(f"`{argument}`: wanted {_READABLE}, got {type(values).__name__}")
-    return [read_natural(argument, value, wanted) for value in values]
+    return [read_natural(argument, value, wanted, high) for value in values]
+
+
+def read_token_ids(values: Any) -> list[int]:
+    """The token ids of a tensor, a buffer or a sequence."""
+    return read_naturals("token_ids", values, TOKEN_ID, MAX_TOKEN_ID)
+
+
+def read_count_or_ids(n: Any) -> int | list[int]:
+    """The `n` of `append_tokens`: an int is a count, whatever has a dimension lists token ids."""
+    view = as_buffer("token_ids", n)
+    if view is not None and view.ndim > 0:
+        return read_token_ids(n)
+    if hasattr(n, "__index__"):
+        return read_natural("n", n, COUNT)
+    if not hasattr(n, "__iter__"):
+        raise TypeError(f"`n`: wanted an int or token ids, got {type(n).__name__}")
+    return read_token_ids(n)
+
+
+def read_text(argument: str, value: object) -> str | None:
+    """A salt or an adapter: a str or None, which is not the empty str."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"`{argument}`: wanted a str or None, got {type(value).__name__}")
+    return value
+
+
+def read_items(items: Iterable[tuple[int, int, str]], num_tokens: int) -> tuple[tuple[int, int, str], ...]:
+    """The media items of a prompt of `num_tokens` tokens, each (start, stop, key)."""
+    read = []
+    free_from = 0  # where the item before ends
+    for start, stop, key in items:
+        start, stop = read_int("items", start), read_int("items", stop)
+        if not isinstance(key, str):
+            raise TypeError(f"`items`: wanted a str as key, got {type(key).__name__}")
+        if not free_from <= start < stop <= num_tokens:
+            wanted = f"sorted, disjoint (start, stop, key) within the {num_tokens} tokens"
+            raise ArgumentError("items", wanted, f"{start} to {stop}")
+        read.append((start, stop, key))
+        free_from = stop
+    return tuple(read)
 
 
 def num_elements(out: Any) -> int:

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpager.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kvpager.reference.block_manager import KVBlockManager
+    from kvpager.reference.questions import Questions
+
+
+class Admission(NamedTuple):
+    """What `admit` did: tokens that need not be computed, and the slots (int64) of those to compute next."""
+
+    num_computed_tokens: int
+    slots: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +36,35 @@ class PoolStats:
     fenced: int
     free: int
     num_sequences: int
-    num_copies: int
+    num_copies: int  # ever owed
     peak_live: int
+    indexed: int  # named by a node of the index, whatever their state
+    pinned: int  # held by at least one pin
+    num_hit_tokens: int
+    num_queried_tokens: int
+    num_resumed_tokens: int  # found by requests that came back: no hits in the eyes of their users
+    num_evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block at one moment, for people and plots."""
+
+    block_id: int
+    state: str  # live, fenced, cached or free
+    ref_count: int
+    owners: tuple[int, ...]  # ids of the sequences whose table names it, ascending
+    num_pins: int
+    is_held: bool  # by a caller who allocated it
+    is_indexed: bool
+    num_filled: int  # positions that hold a token
+    eviction_rank: int | None  # of a cached block: 0 is the next victim
 
 
 class SequenceView(Mapping[int, SequenceState]):
     """All sequences by id, read-only. The view follows the manager; the values it gives don't."""
 
-    def __init__(self, manager: "KVBlockManager") -> None:
+    def __init__(self, manager: "Questions") -> None:
         self._manager = manager
 
     def __getitem__(self, sequence_id: int) -> SequenceState:

@@ -1,0 +1,62 @@
+"""Where an answer goes that kernels read: a new tensor, or the caller's own buffer.
+
+Both are opened before anything changes, for a device may be missing and a buffer may be too small. torch is imported
+where a tensor is made and nowhere else, so that the manager works without it.
+"""
+
+import math
+from typing import Any, cast
+
+from kvpager.errors import ArgumentError
+from kvpager.reference.arguments import INT32_FORMATS, INT64_FORMATS, as_buffer, describe, num_elements
+
+
+class _NewTensor:
+    """Where an answer goes when the caller gave no `out`. Made first: a device may be missing or full."""
+
+    def __init__(self, device: Any, kind: str, shape: tuple[int, ...]) -> None:
+        import torch
+
+        self._tensor = torch.empty(shape, dtype=getattr(torch, kind), device=device)
+
+    def fill(self, values: list[int]) -> Any:
+        import torch
+
+        return self._tensor.copy_(torch.tensor(values, dtype=self._tensor.dtype).reshape(self._tensor.shape))
+
+
+class _CallersBuffer:
+    """Where an answer goes when the caller gave an `out`: checked before anything changes, filled at the end."""
+
+    def __init__(self, out: Any, kind: str, size: int, *, at_least: bool = False) -> None:
+        formats = INT64_FORMATS if kind == "int64" else INT32_FORMATS
+        amount = f"at least {size}" if at_least else f"{size}"
+        wanted = f"a writable, contiguous {kind} buffer of {amount} elements on the CPU"
+        view = as_buffer("out", out)
+        if view is None or view.readonly or not view.c_contiguous or view.format not in formats:
+            raise ArgumentError("out", wanted, describe(out))
+        room = num_elements(view)
+        if room < size or (room > size and not at_least):
+            raise ArgumentError("out", wanted, describe(out))
+        self._out, self._view = out, view
+
+    def fill(self, values: list[int]) -> Any:
+        if values:  # a view of nothing can't be cast
+            flat = self._view.cast("B").cast(cast("Any", self._view.format))
+            for position, value in enumerate(values):
+                flat[position] = value
+        return self._out
+
+
+def open_target(out: Any, device: Any, kind: str, shape: tuple[int, ...]) -> _NewTensor | _CallersBuffer:
+    """The place for an answer of this kind and shape, or an ArgumentError if `out` can't hold it."""
+    if out is None:
+        return _NewTensor(device, kind, shape)
+    if device is not None:
+        raise ArgumentError("device", "None together with `out`", device)
+    return _CallersBuffer(out, kind, math.prod(shape))
+
+
+def open_room(out: Any, size: int) -> _NewTensor | _CallersBuffer:
+    """The place for `size` slots: a new tensor, or the front of an `out` that has room for them."""
+    return _NewTensor(None, "int64", (size,)) if out is None else _CallersBuffer(out, "int64", size, at_least=True)
