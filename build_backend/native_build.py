@@ -4,6 +4,7 @@
 a C++20 compiler and torch's headers are needed; where an nvcc is found (CUDA_HOME, CUDA_PATH, PATH, or the pip packages
 nvidia-cuda-nvcc and friends) the CUDA kernels are compiled in, with a static CUDA run time, so that the same library
 loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them.
+A source named `*.isa.cpp` is compiled once for each instruction set; the library picks one at run time (cpu/isa.h).
 
 What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
 """
@@ -13,6 +14,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -32,6 +34,19 @@ COMMON_FLAGS = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
 # -O3, not -O2: plain loops are vectorised only there. No fast-math: NaN and inf have meanings here.
 CXX_FLAGS = (*COMMON_FLAGS, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 NVCC_FLAGS = (*COMMON_FLAGS, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+# Compiler flags of each instruction set of `*.isa.cpp` sources, by machine; the sets of csrc/cpu/isa.h.
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "baseline": (),
+        "avx2": _AVX2_FLAGS,
+        "avx512": _AVX512_FLAGS,
+        "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
+    },
+}
+# Such sources vectorise by hand. gcc 12 takes the intrinsics' undefined registers for mistakes.
+ISA_SOURCE_FLAGS = ("-fno-tree-vectorize", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 COMPILE_JOBS = 2
 
 
@@ -73,11 +88,12 @@ class _BuildError(Exception):
 
 @dataclass(frozen=True)
 class _Step:
-    """One source and the command that compiles it, up to `-c source -o object`."""
+    """One source and the command that compiles it, up to `-c source -o object`; its name in reports."""
 
     source: Path
     command: tuple[str, ...]
     object: Path
+    name: str
 
 
 def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport:
@@ -98,7 +114,7 @@ def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport
         try:
             cuda_home = _find_cuda()
             cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home)
-            cuda_objects = _compile(cuda_steps, report, root, verbose)
+            cuda_objects = _compile(cuda_steps, report, verbose)
             report.cuda = tuple(CUDA_ARCHS)
             cuda_flags = (f'-DKVPAGER_CUDA_ARCHS="{" ".join(CUDA_ARCHS)}"',)
             link_cuda = (
@@ -111,7 +127,7 @@ def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport
         except _BuildError as error:
             report.cuda_reason = str(error)
         steps = _cpu_steps(root, cache, torch_dir, compiler, cuda_flags)
-        objects = _compile(steps, report, root, verbose) + cuda_objects
+        objects = _compile(steps, report, verbose) + cuda_objects
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *link_cuda)
         _link(link, cache, out, verbose)
         report.built = True
@@ -136,7 +152,7 @@ def build_emulated(root: Path, out: Path, *, verbose: bool = False) -> BuildRepo
         flags = ("-DKVPAGER_EMULATE", "-Wno-unknown-pragmas", "-isystem", str(torch_dir / "include"), "-x", "c++")
         sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
         steps = _steps(root, cache, sources, (*compiler, *CXX_FLAGS, *flags), _version_of(compiler))
-        objects = _compile(steps, report, root, verbose)
+        objects = _compile(steps, report, verbose)
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu")
         _link(link, cache, out, verbose)
         report.built = True
@@ -189,8 +205,15 @@ def _cpu_steps(
     root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], extra: tuple[str, ...]
 ) -> list[_Step]:
     command = (*compiler, *CXX_FLAGS, *extra, "-isystem", str(torch_dir / "include"))
+    version = _version_of(compiler)
     sources = [root / "csrc" / "ops.cpp", *sorted((root / "csrc" / "cpu").glob("*.cpp"))]
-    return _steps(root, cache, sources, command, _version_of(compiler))
+    plain = [source for source in sources if not source.name.endswith(".isa.cpp")]
+    steps = _steps(root, cache, plain, command, version)
+    machine = {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+    for isa, flags in ISA_FLAGS.get(machine, {"baseline": ()}).items():
+        with_isa = (*command, *ISA_SOURCE_FLAGS, *flags, f"-DKVPAGER_ISA={isa}")
+        steps += _steps(root, cache, [s for s in sources if s not in plain], with_isa, version, isa)
+    return steps
 
 
 def _cuda_steps(root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], cuda_home: Path) -> list[_Step]:
@@ -201,7 +224,9 @@ def _cuda_steps(root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, .
     return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
 
 
-def _steps(root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str) -> list[_Step]:
+def _steps(
+    root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str, isa: str = ""
+) -> list[_Step]:
     """Each object is named by a hash of its source, every header, the command, the compiler's and torch's version."""
     common = hashlib.sha256("\0".join((*command, version, importlib.metadata.version("torch"))).encode())
     for header in sorted(p for p in (root / "csrc").rglob("*") if p.suffix in (".h", ".cuh")):
@@ -210,8 +235,10 @@ def _steps(root: Path, cache: Path, sources: list[Path], command: tuple[str, ...
     for source in sources:
         digest = common.copy()
         digest.update(source.read_bytes())
-        name = "_".join(source.relative_to(root / "csrc").with_suffix("").parts)
-        steps.append(_Step(source, command, cache / f"{name}{source.suffix}-{digest.hexdigest()[:20]}.o"))
+        stem = "_".join(source.relative_to(root / "csrc").with_suffix("").parts)
+        target = cache / f"{stem}{source.suffix}{isa and '@'}{isa}-{digest.hexdigest()[:20]}.o"
+        name = str(source.relative_to(root)) + (f" for {isa}" if isa else "")
+        steps.append(_Step(source, command, target, name))
     return steps
 
 
@@ -219,19 +246,18 @@ def _version_of(compiler: tuple[str, ...]) -> str:
     return _run((*compiler, "--version"), "does not run", verbose=False)
 
 
-def _compile(steps: list[_Step], report: BuildReport, root: Path, verbose: bool) -> list[Path]:
+def _compile(steps: list[_Step], report: BuildReport, verbose: bool) -> list[Path]:
     """Compile what is not in the cache, a few at once; all of it or `_BuildError`."""
     stale = [step for step in steps if not step.object.exists()]
-    report.reused += [str(step.source.relative_to(root)) for step in steps if step not in stale]
+    report.reused += [step.name for step in steps if step not in stale]
 
     def compile_one(step: _Step) -> None:
-        name = str(step.source.relative_to(root))
         for old in step.object.parent.glob(f"{step.object.name.rpartition('-')[0]}-*.o"):
             old.unlink(missing_ok=True)
         partial = step.object.with_suffix(f".{os.getpid()}.partial")
-        _run((*step.command, "-c", str(step.source), "-o", str(partial)), f"could not compile {name}", verbose)
+        _run((*step.command, "-c", str(step.source), "-o", str(partial)), f"could not compile {step.name}", verbose)
         partial.replace(step.object)
-        report.compiled.append(name)
+        report.compiled.append(step.name)
 
     with ThreadPoolExecutor(COMPILE_JOBS) as pool:
         list(pool.map(compile_one, stale))

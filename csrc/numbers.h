@@ -10,7 +10,8 @@
 #if defined(__CUDACC__)
 #define KVPAGER_HD __host__ __device__ __forceinline__
 #else
-#define KVPAGER_HD inline
+// Always inlined: kernels of several instruction sets use these, and no set's code may serve another (cpu/isa.h).
+#define KVPAGER_HD inline __attribute__((always_inline))
 #endif
 
 namespace kvpager {
@@ -21,6 +22,16 @@ struct float16 {
 struct bfloat16 {
   uint16_t bits;
 };
+// Codes of a quantised cache: the number is code * scale.
+struct int8_code {
+  int8_t code;  // -127 ... 127
+};
+struct fp8_e4m3 {
+  uint8_t bits;  // sign, 4 exponent bits of bias 7, 3 of mantissa; no inf, 0x7f and 0xff are NaN, the largest is 448
+};
+
+template <class T>
+constexpr bool is_quantised = std::is_same_v<T, int8_code> || std::is_same_v<T, fp8_e4m3>;
 
 template <class T>
 using accumulate_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -49,7 +60,17 @@ KVPAGER_HD float widen(float16 number) {
   return sign ? -subnormal : subnormal;
 }
 
-// narrow<T>(x): nearest T, ties to even; NaN stays NaN, overflow becomes inf.
+KVPAGER_HD float widen(int8_code number) { return number.code; }
+
+KVPAGER_HD float widen(fp8_e4m3 number) {
+  const uint32_t sign = uint32_t{number.bits} << 24 & 0x80000000u, magnitude = number.bits & 0x7fu;
+  if (magnitude == 0x7fu) return float_of_bits(sign | 0x7fc00000u);
+  if (magnitude >= 0x08u) return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));  // bias 7 -> 127
+  return float_of_bits(sign | float_bits(static_cast<float>(magnitude) * 0x1p-9f));
+}
+
+// narrow<T>(x): nearest T, ties to even; NaN stays NaN, overflow becomes inf. Codes of a quantised cache saturate, and
+// int8, which has no NaN, makes a 0 of it.
 template <class T>
 KVPAGER_HD T narrow(accumulate_t<T> number) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -70,6 +91,23 @@ KVPAGER_HD T narrow(accumulate_t<T> number) {
       result = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
     }
     return float16{static_cast<uint16_t>(sign | result)};
+  } else if constexpr (std::is_same_v<T, int8_code>) {
+    const float bounded = number > 127.0f ? 127.0f : (number < -127.0f ? -127.0f : number);
+    // Adding 1.5 * 2^23 leaves no room for a fraction: rounded to even, the code in the low bits.
+    return int8_code{static_cast<int8_t>(number == number ? float_bits(bounded + 12582912.0f) & 0xffu : 0u)};
+  } else if constexpr (std::is_same_v<T, fp8_e4m3>) {
+    const uint32_t bits = float_bits(number), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+    uint32_t result;
+    if (magnitude > 0x7f800000u) {
+      result = 0x7fu;
+    } else if (magnitude >= 0x43e00000u) {  // 448 and more
+      result = 0x7eu;
+    } else if (magnitude < 0x3c800000u) {  // below 2^-6: a unit in the last place of 2^14 is a subnormal's step, 2^-9
+      result = float_bits(float_of_bits(magnitude) + 16384.0f) - float_bits(16384.0f);
+    } else {
+      result = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
+    }
+    return fp8_e4m3{static_cast<uint8_t>(sign | result)};
   } else {
     return number;
   }

@@ -82,7 +82,6 @@ STABLE_TORCH_LIBRARY_IMPL(kvpager, CPU, library) {
 #define KVPAGER_STRINGIZE(x) KVPAGER_STRINGIZE_(x)
 extern "C" __attribute__((visibility("default"))) const char* kvpager_build_info() {
   return "torch abi target " KVPAGER_STRINGIZE(TORCH_TARGET_VERSION) ", compiler " __VERSION__
-                                                                     ", cpu baseline"
 #if defined(KVPAGER_CUDA_ARCHS)
                                                                      ", cuda " KVPAGER_CUDA_ARCHS
 #endif

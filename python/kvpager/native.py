@@ -3,6 +3,9 @@
 The library lies beside this file and only registers kernels for the ops of `kvpager.ops.schemas`. It is loaded once,
 when `kvpager.ops` is first imported. Without it everything works on the reference kernels, slowly; that is logged once,
 as a warning of the logger `kvpager`. `KVPAGER_NATIVE=0` asks for the reference kernels on purpose.
+
+The hot CPU kernels exist once for each instruction set; the best one of this CPU runs. `KVPAGER_CPU_ISA` forces another
+one ("baseline", "avx2", "avx512" or "avx512_bf16"); if that can't run here it is logged and the best one stays.
 """
 
 import ctypes
@@ -11,8 +14,11 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from kvpager.errors import ConfigError
 
 logger = logging.getLogger("kvpager")
 
@@ -30,6 +36,8 @@ class NativeStatus:
         reason: why it is not loaded; empty if it is.
         cuda_kernels: whether it brought kernels for CUDA.
         cuda_reason: why it did not, or why they cannot run here; empty if they can.
+        cpu_isas: instruction sets of the CPU kernels that can run here, from the plainest; empty if not loaded.
+        cpu_isa_reason: why the one that runs at first was picked; `active_cpu_isa()` says which one runs now.
     """
 
     path: Path
@@ -38,6 +46,8 @@ class NativeStatus:
     reason: str
     cuda_kernels: bool
     cuda_reason: str
+    cpu_isas: tuple[str, ...]
+    cpu_isa_reason: str
 
 
 @cache
@@ -55,7 +65,48 @@ def native_status() -> NativeStatus:
         cuda_reason = "torch sees no CUDA device"
     else:
         cuda_reason = ""
-    return NativeStatus(LIBRARY_PATH, not reason, build, reason, cuda_kernels, cuda_reason)
+    cpu_isas, cpu_isa_reason = ((), "the native library is not loaded") if reason else _settle_cpu_isa()
+    return NativeStatus(LIBRARY_PATH, not reason, build, reason, cuda_kernels, cuda_reason, cpu_isas, cpu_isa_reason)
+
+
+def active_cpu_isa() -> str:
+    """The instruction set whose CPU kernels run now; empty if the native library is not loaded."""
+    return _text(_library().kvpager_cpu_isa) if native_status().loaded else ""
+
+
+def select_cpu_isa(name: str) -> None:
+    """Let the CPU kernels of another instruction set run, in all threads, from the next call on: for comparisons.
+
+    Args:
+        name: one of `native_status().cpu_isas`.
+
+    Raises:
+        ConfigError: the set is unknown, or this CPU or the library lacks it.
+    """
+    available = native_status().cpu_isas
+    if name not in available or not _library().kvpager_select_cpu_isa(name.encode()):
+        raise ConfigError(f"`cpu_isa`: wanted one of {', '.join(available) or 'none, without the library'}, got {name}")
+
+
+def _settle_cpu_isa() -> tuple[tuple[str, ...], str]:
+    """Follow `KVPAGER_CPU_ISA`; returns the sets that can run and why the one that runs was picked."""
+    available, lacking = [], {}
+    while name := _text(_library().kvpager_cpu_isa_name, len(available) + len(lacking)):
+        if missing := _text(_library().kvpager_cpu_isa_lacks, len(available) + len(lacking)):
+            lacking[name] = missing
+        else:
+            available.append(name)
+    asked = os.environ.get("KVPAGER_CPU_ISA", "")
+    if asked in available:
+        _library().kvpager_select_cpu_isa(asked.encode())
+        return tuple(available), f"`KVPAGER_CPU_ISA={asked}` is set"
+    best = "; ".join(f"no {name}: this CPU lacks {feature}" for name, feature in lacking.items())
+    reason = f"the best of this CPU{best and f' ({best})'}"
+    if asked:
+        why = f"this CPU lacks {lacking[asked]}" if asked in lacking else f"not one of {', '.join(available)}"
+        logger.warning("`KVPAGER_CPU_ISA=%s` is not followed: %s", asked, why)
+        reason += f"; `KVPAGER_CPU_ISA={asked}` is not followed: {why}"
+    return tuple(available), reason
 
 
 def _load() -> str:
@@ -72,6 +123,14 @@ def _load() -> str:
 
 
 def _build_info() -> str:
-    symbol = ctypes.CDLL(str(LIBRARY_PATH)).kvpager_build_info
-    symbol.restype = ctypes.c_char_p
-    return bytes(symbol()).decode()
+    return _text(_library().kvpager_build_info)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(LIBRARY_PATH))  # loaded already: this finds it again
+
+
+def _text(function: Any, *arguments: int) -> str:
+    """What a C function of the library says: a string, or nothing for a null pointer."""
+    function.restype = ctypes.c_char_p
+    return (function(*arguments) or b"").decode()

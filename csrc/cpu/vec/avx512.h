@@ -1,0 +1,93 @@
+// 16 floats in a 512-bit register (AVX-512 F, BW, DQ, VL), and the bfloat16 dot product where the set has it.
+#pragma once
+#include <immintrin.h>
+
+#include "../../numbers.h"
+
+namespace kvpager::cpu::KVPAGER_ISA {
+
+using Vec = __m512;
+constexpr int kWidth = 16;
+constexpr bool kHasBfloat16Pairs = true;
+
+KVPAGER_INLINE Vec zero() { return _mm512_setzero_ps(); }
+KVPAGER_INLINE Vec splat(float number) { return _mm512_set1_ps(number); }
+KVPAGER_INLINE Vec load(const float* source) { return _mm512_loadu_ps(source); }
+KVPAGER_INLINE void store(float* target, Vec numbers) { _mm512_storeu_ps(target, numbers); }
+KVPAGER_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+KVPAGER_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+KVPAGER_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+KVPAGER_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+KVPAGER_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+KVPAGER_INLINE Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+KVPAGER_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+KVPAGER_INLINE float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+
+KVPAGER_INLINE Vec load(const bfloat16* source) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+KVPAGER_INLINE Vec load(const float16* source) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+KVPAGER_INLINE Vec load(const int8_code* source) {
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+}
+// e4m3 has fp16's layout but for the exponent's bias (7 against 15) and one bit pattern of NaN.
+KVPAGER_INLINE Vec load(const fp8_e4m3* source) {
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                                        _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __mmask16 nan =
+      _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, _mm256_set1_epi16(0x3f80)), _mm256_set1_epi16(0x3f80));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_mask_blend_epi16(nan, half, _mm256_set1_epi16(0x7e00))),
+                       _mm512_set1_ps(256.0f));
+}
+// The elements at even and at odd places of 32 bfloat16.
+KVPAGER_INLINE Vec load_even(const bfloat16* source) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(source), 16));
+}
+KVPAGER_INLINE Vec load_odd(const bfloat16* source) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_loadu_si512(source), _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+}
+
+// For exp and tanh.
+KVPAGER_INLINE Vec clamp_low(Vec x, float low) { return _mm512_max_ps(_mm512_set1_ps(low), x); }
+KVPAGER_INLINE Vec clamp_high(Vec x, float high) { return _mm512_min_ps(_mm512_set1_ps(high), x); }
+KVPAGER_INLINE Vec round_even(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KVPAGER_INLINE Vec scale_exponent(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+KVPAGER_INLINE Vec zero_below(Vec x, float low, Vec result) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(low), _CMP_NLT_UQ), result);
+}
+KVPAGER_INLINE Vec absolute(Vec x) { return _mm512_abs_ps(x); }
+KVPAGER_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
+  return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
+}
+KVPAGER_INLINE Vec select_below(Vec x, float bound, Vec below, Vec otherwise) {
+  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_LT_OQ), below);
+}
+
+// The sums of four vectors, into target[0 ... 3].
+KVPAGER_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* target) {
+  const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const Vec abcd = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(target, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+#if defined(__AVX512BF16__)
+// 32 bfloat16; dot_bf16 adds the products of neighbours in pairs, in float, to 16 sums.
+#define KVPAGER_HAS_BF16_DOT 1
+using Bf16Vec = __m512bh;
+KVPAGER_INLINE Bf16Vec load_bf16(const bfloat16* source) { return (__m512bh)_mm512_loadu_si512(source); }
+KVPAGER_INLINE Bf16Vec load_bf16_partial(const bfloat16* source, int64_t count) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), source);
+}
+KVPAGER_INLINE Vec dot_bf16(Vec sums, Bf16Vec a, Bf16Vec b) { return _mm512_dpbf16_ps(sums, a, b); }
+#endif
+
+}  // namespace kvpager::cpu::KVPAGER_ISA
