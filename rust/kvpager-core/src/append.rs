@@ -21,7 +21,7 @@ use crate::{BlockId, Config, Error, Result, SequenceId, Slot};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
     /// Of each mention in the batch: the row of its sequence. Kept as guesses for the next batch.
-    rows: Vec<u32>,
+    pub(crate) rows: Vec<u32>,
     /// Of each row of the sequence table: tokens that earlier mentions of the batch append.
     planned: Vec<u64>,
     /// Of a shared tail: holders that have left it for a copy earlier in the batch.
@@ -119,7 +119,13 @@ impl BlockManager {
         counts: Option<&[u64]>,
         slots: &mut Vec<Slot>,
     ) -> Result<()> {
-        let num_tokens = self.settle_batch(ids, counts)?;
+        self.find_rows(ids, counts)?;
+        self.append_found(counts, slots)
+    }
+
+    /// [`append_batch`](Self::append_batch) for the sequences whose rows stand in `scratch.rows`, one count for each.
+    pub(crate) fn append_found(&mut self, counts: Option<&[u64]>, slots: &mut Vec<Slot>) -> Result<()> {
+        let num_tokens = self.settle_found(counts)?;
         reserve_slots(slots, num_tokens, "counts")?;
 
         let Self { config, pool, copies, sequences, scratch } = self;
@@ -155,6 +161,12 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn settle_batch(&mut self, ids: &[SequenceId], counts: Option<&[u64]>) -> Result<u64> {
+        self.find_rows(ids, counts)?;
+        self.settle_found(counts)
+    }
+
+    /// Finds the sequences of a batch and leaves their rows in `scratch.rows`.
+    fn find_rows(&mut self, ids: &[SequenceId], counts: Option<&[u64]>) -> Result<()> {
         if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
             return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));
         }
@@ -162,11 +174,17 @@ impl BlockManager {
         for (row, &sequence_id) in self.scratch.rows.iter_mut().zip(ids) {
             *row = self.sequences.find_near(sequence_id, *row)?;
         }
+        Ok(())
+    }
+
+    /// Settles the demand of the sequences in `scratch.rows`; returns how many slots they get.
+    fn settle_found(&mut self, counts: Option<&[u64]>) -> Result<u64> {
+        let num_rows = self.scratch.rows.len();
         let free = u64::from(self.pool.num_free());
-        if demand_bound(&self.config, ids.len(), counts) > free {
+        if demand_bound(&self.config, num_rows, counts) > free {
             self.settle_exactly(counts, free)?;
         }
-        Ok(counts.map_or(ids.len() as u64, |counts| counts.iter().sum()))
+        Ok(counts.map_or(num_rows as u64, |counts| counts.iter().sum()))
     }
 
     /// Plays the batch in `scratch.rows` through without changing a table. The demand is exact: of `r` holders of a
@@ -241,15 +259,18 @@ fn demand(config: &Config, pool: &Pool, sequence: &Sequence, num_tokens: u64) ->
 #[inline]
 fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence: &mut Sequence) {
     let offset = sequence.length % config.block_size();
-    let block = match sequence.table.last_mut() {
-        Some(tail) if offset != 0 => {
-            if pool.ref_count(*tail) > 1 {
-                let (source, destination) = (*tail, pool.take());
-                *tail = destination; // the old entry is replaced: the copy is not a further block of the sequence
-                copies.owe(pool, source, destination);
-                pool.drop_ref(source);
+    let block = match sequence.table.last() {
+        Some(&tail) if offset != 0 => {
+            if pool.ref_count(tail) > 1 {
+                let copy = pool.take();
+                // The old entry is replaced: the copy is not a further block of the sequence.
+                sequence.table.replace(sequence.table.len() - 1, copy);
+                copies.owe(pool, tail, copy);
+                pool.drop_ref(tail);
+                copy
+            } else {
+                tail
             }
-            *tail
         }
         _ => {
             let block = pool.take();

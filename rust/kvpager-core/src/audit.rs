@@ -4,7 +4,7 @@
 //! O(blocks used so far + table entries) time and memory.
 
 use crate::manager::BlockManager;
-use crate::sequence::{Sequence, VACANT};
+use crate::sequence::{Sequence, UNCHANGED, VACANT};
 use crate::{BlockId, SequenceId};
 
 /// Who holds each block, recounted; indexed by block, up to the watermark.
@@ -97,6 +97,13 @@ impl BlockManager {
         if table.len() as u64 != wanted {
             faults.push(format!(
                 "sequence {id}: {} table entries, but {length} tokens fill {wanted}",
+                table.len()
+            ));
+        }
+        let changed_from = table.changed_from();
+        if changed_from != UNCHANGED && changed_from as usize > table.len() {
+            faults.push(format!(
+                "sequence {id}: marked from column {changed_from}, past its {} entries",
                 table.len()
             ));
         }
@@ -304,7 +311,7 @@ mod tests {
     #[test]
     fn double_owner() {
         let mut manager = sound();
-        row(&mut manager, 2).table[0] = 0;
+        row(&mut manager, 2).table.replace(0, 0);
         assert_named(&manager, "block 0: double owner: ref count 1, but 2 holders (sequence 1, sequence 2)");
         assert_named(&manager, "block 2: wrong ref count: ref count 1, but 0 holders");
     }
@@ -355,7 +362,7 @@ mod tests {
     #[test]
     fn entries_outside_of_the_pool() {
         let mut manager = sound();
-        row(&mut manager, 1).table[0] = 77;
+        row(&mut manager, 1).table.replace(0, 77);
         manager.pool.returned.push(5);
         assert_named(&manager, "sequence 1: entry 0 names block 77, never handed out");
         assert_named(&manager, "free list: block 5 was never handed out");

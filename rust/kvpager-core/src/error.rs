@@ -55,6 +55,13 @@ pub enum Error {
         sequence_id: SequenceId,
     },
 
+    /// More tokens than there can ever be room for.
+    #[error("{reason}")]
+    SequenceTooLong {
+        /// How many tokens, and what bounds them.
+        reason: String,
+    },
+
     /// The call is well-formed but not allowed in the present state.
     #[error("{reason}")]
     State {

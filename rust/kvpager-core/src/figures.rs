@@ -96,7 +96,7 @@ impl BlockManager {
         let mut shared: FxHashMap<BlockId, u64> = FxHashMap::default();
         for sequence in self.sequences.iter() {
             let mut remaining = sequence.length;
-            for &block in &sequence.table {
+            for &block in &*sequence.table {
                 let filled = remaining.min(block_size);
                 remaining -= filled;
                 if self.pool.ref_count(block) == 1 {

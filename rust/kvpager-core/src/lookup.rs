@@ -98,7 +98,7 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn block_table(&self, sequence_id: SequenceId) -> Result<&[BlockId]> {
-        self.sequences.get(sequence_id).map(|sequence| sequence.table.as_slice())
+        self.sequences.get(sequence_id).map(|sequence| &*sequence.table)
     }
 
     /// The ids of all sequences, ascending. O(n log n).

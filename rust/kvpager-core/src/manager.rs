@@ -166,15 +166,13 @@ impl BlockManager {
         self.check_no_copy_owed(parent, &self.sequences.rows[parent_row].table[..num_shared])?;
 
         let child_row = self.sequences.insert(child) as usize;
-        let mut table = std::mem::take(&mut self.sequences.rows[child_row].table);
-        let source = &mut self.sequences.rows[parent_row];
-        table.extend_from_slice(&source.table[..num_shared]);
+        let [source, sequence] = self.sequences.pair(parent_row, child_row);
         source.open = 0; // its tail may be shared from now on
-        for &block in &table {
+        sequence.length = num_tokens;
+        sequence.table.extend_from_slice(&source.table[..num_shared]);
+        for &block in &*sequence.table {
             self.pool.share(block);
         }
-        let sequence = &mut self.sequences.rows[child_row];
-        (sequence.length, sequence.table) = (num_tokens, table);
         Ok(())
     }
 

@@ -5,6 +5,8 @@
 //!
 //! Costs: create, look up and remove are O(1).
 
+use std::ops::Deref;
+
 use rustc_hash::FxHashMap;
 
 use crate::{BlockId, Error, Result, SequenceId, Slot};
@@ -28,12 +30,79 @@ pub(crate) struct Sequence {
     pub(crate) open: u64,
     /// While `open` > 0: the slot of position `length`.
     pub(crate) next_slot: Slot,
-    pub(crate) table: Vec<BlockId>,
+    pub(crate) table: BlockTable,
+}
+
+/// Logical block → physical block. It reads as a slice and changes only through the methods below, which keep the mark
+/// that a batch goes by when it shows the table.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockTable {
+    entries: Vec<BlockId>,
+    /// Every entry below this column is what it was when the mark was last taken; [`UNCHANGED`] if all are.
+    changed_from: u32,
+}
+
+/// The mark of a table in which nothing changed.
+pub(crate) const UNCHANGED: u32 = u32::MAX;
+
+impl BlockTable {
+    /// `entries` is empty memory to be used again.
+    const fn new(entries: Vec<BlockId>) -> Self {
+        Self { entries, changed_from: UNCHANGED }
+    }
+
+    /// One block more at the end.
+    #[inline]
+    pub(crate) fn push(&mut self, block: BlockId) {
+        self.mark(self.entries.len());
+        self.entries.push(block);
+    }
+
+    /// Further blocks at the end.
+    pub(crate) fn extend_from_slice(&mut self, blocks: &[BlockId]) {
+        self.mark(self.entries.len());
+        self.entries.extend_from_slice(blocks);
+    }
+
+    /// Another block in the place of an entry.
+    #[inline]
+    pub(crate) fn replace(&mut self, column: usize, block: BlockId) {
+        self.mark(column);
+        self.entries[column] = block;
+    }
+
+    /// Only the first `keep` entries stay.
+    pub(crate) fn truncate(&mut self, keep: usize) {
+        if keep < self.entries.len() {
+            self.mark(keep);
+            self.entries.truncate(keep);
+        }
+    }
+
+    /// The first column that may have changed since the mark was last taken.
+    #[inline]
+    pub(crate) fn changed_from(&self) -> u32 {
+        self.changed_from
+    }
+
+    #[inline]
+    fn mark(&mut self, column: usize) {
+        self.changed_from = self.changed_from.min(column as u32);
+    }
+}
+
+impl Deref for BlockTable {
+    type Target = [BlockId];
+
+    #[inline]
+    fn deref(&self) -> &[BlockId] {
+        &self.entries
+    }
 }
 
 impl Sequence {
-    /// A row without a sequence; `table` is empty memory to be used again.
-    fn vacant(table: Vec<BlockId>) -> Self {
+    /// A row without a sequence.
+    fn vacant(table: BlockTable) -> Self {
         Self { id: VACANT, length: 0, open: 0, next_slot: 0, table }
     }
 
@@ -89,10 +158,16 @@ impl SequenceTable {
         self.find(sequence_id).map(|row| &self.rows[row as usize])
     }
 
+    /// Two different rows at once.
+    pub(crate) fn pair(&mut self, first: usize, second: usize) -> [&mut Sequence; 2] {
+        let rows = self.rows.get_disjoint_mut([first, second]);
+        rows.expect("two different rows of the table")
+    }
+
     /// Makes an empty sequence under an id that the caller has found to be new.
     pub(crate) fn insert(&mut self, sequence_id: SequenceId) -> u32 {
         let row = self.vacant.pop().unwrap_or_else(|| {
-            self.rows.push(Sequence::vacant(Vec::new()));
+            self.rows.push(Sequence::vacant(BlockTable::new(Vec::new())));
             self.rows.len() as u32 - 1
         });
         self.rows[row as usize].id = sequence_id;
@@ -104,10 +179,10 @@ impl SequenceTable {
     pub(crate) fn remove(&mut self, row: u32) {
         let sequence = &mut self.rows[row as usize];
         self.row_of.remove(&sequence.id);
-        let mut table = std::mem::take(&mut sequence.table);
-        table.clear();
-        table.shrink_to(KEPT_TABLE_ENTRIES);
-        *sequence = Sequence::vacant(table);
+        let mut entries = std::mem::take(&mut sequence.table.entries);
+        entries.clear();
+        entries.shrink_to(KEPT_TABLE_ENTRIES);
+        *sequence = Sequence::vacant(BlockTable::new(entries));
         self.vacant.push(row);
     }
 

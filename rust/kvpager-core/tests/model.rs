@@ -402,6 +402,7 @@ fn kind(answer: &Result<Answer, Error>) -> &'static str {
         Err(Error::DuplicateSequence { .. }) => "duplicate sequence",
         Err(Error::State { .. }) => "not in this state",
         Err(Error::Slot { .. }) => "no such token",
+        Err(Error::SequenceTooLong { .. }) => "too long",
         Err(Error::Config { .. }) => "bad pool",
     }
 }

@@ -12,6 +12,7 @@ mod classes {
     pyo3::import_exception!(kvpager.errors, ConfigError);
     pyo3::import_exception!(kvpager.errors, DuplicateSequenceError);
     pyo3::import_exception!(kvpager.errors, OutOfBlocksError);
+    pyo3::import_exception!(kvpager.errors, SequenceTooLongError);
     pyo3::import_exception!(kvpager.errors, SlotError);
     pyo3::import_exception!(kvpager.errors, StateError);
     pyo3::import_exception!(kvpager.errors, UnknownSequenceError);
@@ -58,6 +59,7 @@ fn refused(error: Error) -> PyErr {
         }
         Error::UnknownSequence { sequence_id } => classes::UnknownSequenceError::new_err((sequence_id,)),
         Error::DuplicateSequence { sequence_id } => classes::DuplicateSequenceError::new_err((sequence_id,)),
+        Error::SequenceTooLong { reason } => classes::SequenceTooLongError::new_err(reason),
         Error::State { reason } => classes::StateError::new_err(reason),
         Error::Slot { reason } => classes::SlotError::new_err(reason),
     }
