@@ -19,27 +19,34 @@ void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Te
   });
 }
 
-void attend(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query, const Tensor& key_cache,
-            const Tensor& value_cache, const Tensor& block_tables, const std::optional<Tensor>& query_start_loc,
-            const Tensor& seq_lens, const std::optional<Tensor>& sinks, const AttentionOptions& options) {
-  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
-    cpu::attention(attention_params<decltype(zero)>(out, lse, query, key_cache, value_cache, block_tables,
-                                                    query_start_loc, seq_lens, sinks, options));
-  });
-}
-
 void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                      Tensor block_tables, Tensor seq_lens, double scale, int64_t max_seq_len, int64_t window,
                      double softcap, std::optional<Tensor> sinks) {
-  attend(out, lse, query, key_cache, value_cache, block_tables, std::nullopt, seq_lens, sinks,
-         {scale, 1, max_seq_len, window, softcap});
+  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto params = attention_params<T>(out, lse, query, key_cache, value_cache, block_tables, std::nullopt,
+                                            seq_lens, sinks, {scale, 1, max_seq_len, window, softcap});
+    if constexpr (std::is_same_v<T, double>) {
+      cpu::attention(params);
+    } else {
+      cpu::decode(params, {});
+    }
+  });
 }
 
 void paged_prefill(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                    Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, double scale, int64_t max_query_len,
                    int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks) {
-  attend(out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks,
-         {scale, max_query_len, max_seq_len, window, softcap});
+  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto params = attention_params<T>(out, lse, query, key_cache, value_cache, block_tables, query_start_loc,
+                                            seq_lens, sinks, {scale, max_query_len, max_seq_len, window, softcap});
+    if constexpr (std::is_same_v<T, double>) {
+      cpu::attention(params);
+    } else {
+      cpu::prefill(params);
+    }
+  });
 }
 
 void merge_attention(Tensor out, std::optional<Tensor> lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {

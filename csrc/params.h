@@ -43,6 +43,16 @@ struct Grid {
   KVPAGER_HD T& at(int64_t row, int64_t column) const { return data[row * row_stride + column * column_stride]; }
 };
 
+// Scales of a quantised cache, [N, K, S] beside it, or one for all of it: then every stride is 0.
+template <class T>
+struct Scales {
+  T* data;  // null if the cache is not quantised
+  int64_t block_stride, head_stride, slot_stride;
+  KVPAGER_HD T* at(int64_t block, int64_t head, int64_t offset) const {
+    return data + block * block_stride + head * head_stride + offset * slot_stride;
+  }
+};
+
 struct PoolShape {
   int64_t num_blocks, num_kv_heads, block_size, head_dim;
 };
@@ -57,12 +67,14 @@ struct WriteParams {
   PoolShape pool;
 };
 
-template <class T>
+// T: type of query and out. C: type of the caches, T itself or the codes of a quantised cache.
+template <class T, class C = T>
 struct AttentionParams {
   Rows<T> out;                // [num_tokens, H, D]
   Grid<accumulate_t<T>> lse;  // [num_tokens, H]; data is null if not wanted
   Rows<const T> query;        // [num_tokens, H, D]
-  Cache<const T> key_cache, value_cache;
+  Cache<const C> key_cache, value_cache;
+  Scales<const float> key_scale, value_scale;
   Grid<const int32_t> block_tables;  // [num_sequences, max_blocks]
   List<int32_t> query_start_loc;     // [num_sequences + 1]; data is null if row b is the one query of sequence b
   List<int32_t> seq_lens;            // [num_sequences]

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "../checks.h"
 #include "kernels.h"
+#include "sequences.h"
 
 namespace kvpager::cpu {
 namespace {
@@ -22,26 +22,6 @@ constexpr int64_t kLanes = 16;  // independent partial sums of a dot product, fo
 struct Tile {
   int64_t sequence, first_token, num_tokens, first_position;  // the token at first_token stands at first_position
 };
-
-// Lengths of the sequence's table and bound, and every table entry that its queries will read, are valid.
-template <class T>
-void check_sequence(const AttentionParams<T>& p, int64_t row, int64_t length, int64_t query_len) {
-  const int64_t longest = std::min(p.max_blocks * p.pool.block_size, p.max_seq_len);
-  if (length < 0 || length > longest)
-    fail_argument("seq_lens",
-                  "lengths of 0 to " + std::to_string(longest) + " (" + std::to_string(p.max_blocks) + " blocks of " +
-                      std::to_string(p.pool.block_size) + ", `max_seq_len` " + std::to_string(p.max_seq_len) + ")",
-                  std::to_string(length) + " in row " + std::to_string(row));
-  if (length == 0 || query_len == 0) return;
-  const int64_t first = p.first_visible(length - query_len) / p.pool.block_size;
-  const int64_t last = (length - 1) / p.pool.block_size;  // < max_blocks, since length <= longest
-  for (int64_t column = first; column <= last; ++column) {
-    const int32_t block = p.block_tables.at(row, column);
-    if (block < 0 || block >= p.pool.num_blocks)
-      fail_slot("block_tables", "a block id of 0 to " + std::to_string(p.pool.num_blocks - 1),
-                std::to_string(block) + " at row " + std::to_string(row) + ", column " + std::to_string(column));
-  }
-}
 
 template <class T>
 int64_t check_query_len(const AttentionParams<T>& p, int64_t row) {
@@ -189,16 +169,6 @@ class TileWorker {
   std::vector<A> query, acc, top, total, converted;
   const A *key_row[kChunk], *value_row[kChunk];
 };
-
-// Zeros and lse -inf for tokens first ... stop - 1.
-template <class T>
-void write_empty(const AttentionParams<T>& p, int64_t first, int64_t stop) {
-  for (int64_t token = first; token < stop; ++token)
-    for (int64_t head = 0; head < p.num_heads; ++head) {
-      std::fill_n(p.out.at(token, head), p.pool.head_dim, T{});
-      if (p.lse.data) p.lse.at(token, head) = -INFINITY;
-    }
-}
 
 }  // namespace
 

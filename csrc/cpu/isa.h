@@ -14,7 +14,7 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
 Isa active_isa();
 
 // KVPAGER_DECLARE_PER_ISA(void f(int)) declares f in the namespace of each set that this build has;
-// KVPAGER_ACTIVE(f) is the one that runs.
+// KVPAGER_ACTIVE(f) points to the one that runs.
 #if defined(__x86_64__)
 #define KVPAGER_DECLARE_PER_ISA(...) \
   namespace baseline {               \
@@ -29,19 +29,20 @@ Isa active_isa();
   namespace avx512_bf16 {            \
   __VA_ARGS__;                       \
   }
-#define KVPAGER_ACTIVE(function)                                                                            \
-  (::kvpager::cpu::active_isa() == ::kvpager::cpu::Isa::avx512_bf16                                         \
-       ? ::kvpager::cpu::avx512_bf16::function                                                              \
-       : (::kvpager::cpu::active_isa() == ::kvpager::cpu::Isa::avx512                                       \
-              ? ::kvpager::cpu::avx512::function                                                            \
-              : (::kvpager::cpu::active_isa() == ::kvpager::cpu::Isa::avx2 ? ::kvpager::cpu::avx2::function \
-                                                                           : ::kvpager::cpu::baseline::function)))
+#define KVPAGER_ACTIVE(...)                                                                         \
+  (::kvpager::cpu::pick(&::kvpager::cpu::baseline::__VA_ARGS__, &::kvpager::cpu::avx2::__VA_ARGS__, \
+                        &::kvpager::cpu::avx512::__VA_ARGS__, &::kvpager::cpu::avx512_bf16::__VA_ARGS__))
+template <class F>
+F* pick(F* baseline, F* avx2, F* avx512, F* avx512_bf16) {
+  F* const functions[] = {baseline, avx2, avx512, avx512_bf16};
+  return functions[static_cast<int>(active_isa())];
+}
 #else
 #define KVPAGER_DECLARE_PER_ISA(...) \
   namespace baseline {               \
   __VA_ARGS__;                       \
   }
-#define KVPAGER_ACTIVE(function) ::kvpager::cpu::baseline::function
+#define KVPAGER_ACTIVE(...) (&::kvpager::cpu::baseline::__VA_ARGS__)
 #endif
 
 }  // namespace kvpager::cpu

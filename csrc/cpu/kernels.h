@@ -8,8 +8,25 @@ namespace kvpager::cpu {
 template <class T>
 void write_kv(const WriteParams<T>& params);
 
+// Decode and prefill, plain, one source for all CPUs.
 template <class T>
 void attention(const AttentionParams<T>& params);
+
+struct DecodeOptions {
+  int64_t fixed_split;     // tokens of a split; 0 = cut where it suits the threads
+  List<int32_t> schedule;  // data is null if the kernel is to cut for itself
+  int64_t schedule_size;
+  float* workspace;  // zeros; null if the kernel is to find room itself
+  int64_t workspace_floats;
+};
+
+// Decode: query token b is the last one of sequence b.
+template <class T, class C>
+void decode(const AttentionParams<T, C>& params, const DecodeOptions& options);
+
+// Prefill: the queries of a sequence are its last tokens.
+template <class T, class C>
+void prefill(const AttentionParams<T, C>& params);
 
 template <class T>
 void merge_attention(const MergeParams<T>& params);

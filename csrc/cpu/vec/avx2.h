@@ -8,6 +8,7 @@ namespace kvpager::cpu::KVPAGER_ISA {
 
 using Vec = __m256;
 constexpr int kWidth = 8;
+constexpr int kNumRegisters = 16;
 constexpr bool kHasBfloat16Pairs = true;
 
 KVPAGER_INLINE Vec zero() { return _mm256_setzero_ps(); }

@@ -8,6 +8,7 @@ namespace kvpager::cpu::KVPAGER_ISA {
 
 using Vec = __m512;
 constexpr int kWidth = 16;
+constexpr int kNumRegisters = 32;
 constexpr bool kHasBfloat16Pairs = true;
 
 KVPAGER_INLINE Vec zero() { return _mm512_setzero_ps(); }

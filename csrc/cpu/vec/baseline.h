@@ -9,6 +9,7 @@ namespace kvpager::cpu::KVPAGER_ISA {
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 constexpr int kWidth = 4;
+constexpr int kNumRegisters = 16;
 constexpr bool kHasBfloat16Pairs = false;
 
 KVPAGER_INLINE Vec zero() { return Vec{}; }

@@ -28,6 +28,9 @@ struct Pair {
   Vec first, second;
 };
 
+// std::min without a symbol that instruction sets would share.
+KVPAGER_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 template <class T>
 KVPAGER_INLINE Vec load_partial(const T* source, int64_t count) {
   T padded[kWidth] = {};
@@ -49,6 +52,8 @@ KVPAGER_INLINE Pair load_pair(const T* source) {
     return {load(source), load(source + kWidth)};
   }
 }
+
+KVPAGER_INLINE float first_of(Vec numbers) { return numbers[0]; }
 
 // The first count < kPair elements, zeros behind them.
 template <class T>

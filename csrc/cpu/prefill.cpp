@@ -1,0 +1,121 @@
+// Prefill attention on the CPU: checks, cuts the queries into tiles and lets the threads take them, costliest first.
+//
+// A tile is up to kTileRows rows (query tokens times the heads of a group) of one sequence, attended once for each kv
+// head. Threads take (tile, kv head) pairs from one line ordered by what they cost, so a causal prompt, a chunk on a
+// long prefix and a mixed batch all end within one small tile of each other. Small calls are cut finer, down to one
+// token a tile, so that every thread has some. How tiles are cut has no part in the result (see prefill.isa.cpp).
+// Cost: O(query tokens * positions seen * H * D) arithmetic, O(B + tiles) for the cuts.
+#include "prefill.h"
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "sequences.h"
+
+namespace kvpager::cpu {
+namespace {
+
+constexpr int64_t kTileRows = 192;       // with one chunk of K and V, what fits the second-level cache
+constexpr int64_t kTilesPerThread = 4;   // enough that the last ones even out
+constexpr int64_t kSmallWork = 1 << 18;  // multiply-adds: below this, waking a thread costs more than it brings
+
+template <class T, class C>
+int64_t check_query_len(const AttentionParams<T, C>& p, int64_t row) {
+  const int64_t query_len = int64_t{p.query_start_loc[row + 1]} - p.query_start_loc[row];
+  if (query_len < 0 || query_len > p.max_query_len)
+    fail_argument("query_start_loc", "steps of 0 to " + std::to_string(p.max_query_len) + " (`max_query_len`)",
+                  std::to_string(query_len) + " at row " + std::to_string(row));
+  if (p.seq_lens[row] >= 0 && query_len > p.seq_lens[row])  // a negative length is check_sequence's to refuse
+    fail_argument("query_start_loc", "no more query tokens than the sequence is long",
+                  std::to_string(query_len) + " queries for length " + std::to_string(p.seq_lens[row]) + " at row " +
+                      std::to_string(row));
+  return query_len;
+}
+
+// Checks every value; returns how many pairs of a query token and a position it sees there are.
+template <class T, class C>
+int64_t check_values(const AttentionParams<T, C>& p) {
+  if (p.query_start_loc[0] != 0)
+    fail_argument("query_start_loc", "0 as first entry", std::to_string(p.query_start_loc[0]));
+  int64_t pairs = 0;
+  for (int64_t row = 0; row < p.num_sequences; ++row) {
+    const int64_t query_len = check_query_len(p, row), length = p.seq_lens[row];
+    check_sequence(p, row, length, query_len);
+    pairs += query_len * (length - p.first_visible(length - query_len));
+  }
+  // The starts rise, so a last one within the query bounds them all.
+  if (p.query_start_loc[p.num_sequences] > p.num_tokens)
+    fail_argument("query_start_loc", "a last entry of at most " + std::to_string(p.num_tokens) + " (query rows)",
+                  std::to_string(p.query_start_loc[p.num_sequences]));
+  return pairs;
+}
+
+template <class T, class C>
+std::vector<PrefillTile> tiles_of(const AttentionParams<T, C>& p, int64_t tokens_per_tile) {
+  std::vector<PrefillTile> tiles;
+  for (int64_t row = 0; row < p.num_sequences; ++row) {
+    const int64_t start = p.query_start_loc[row], query_len = p.query_start_loc[row + 1] - start;
+    for (int64_t token = 0; token < query_len; token += tokens_per_tile)
+      tiles.push_back({row, start + token, std::min(tokens_per_tile, query_len - token),
+                       p.seq_lens[row] - query_len + token});
+  }
+  return tiles;
+}
+
+template <class T, class C>
+int64_t cost_of(const AttentionParams<T, C>& p, const PrefillTile& tile) {
+  return tile.num_tokens * (tile.first_position + tile.num_tokens - p.first_visible(tile.first_position));
+}
+
+struct AlignedDelete {
+  void operator()(float* room) const { operator delete[](room, std::align_val_t{64}); }
+};
+
+}  // namespace
+
+template <class T, class C>
+void prefill(const AttentionParams<T, C>& p) {
+  const int64_t K = p.pool.num_kv_heads, D = p.pool.head_dim, group = p.num_heads / K;
+  const int64_t work = check_values(p) * p.num_heads * D * 2;
+  const int64_t threads = work < kSmallWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
+  int64_t tokens = std::max<int64_t>(1, kTileRows / group);
+  std::vector<PrefillTile> tiles = tiles_of(p, tokens);
+  while (threads > 1 && tokens > 1 && static_cast<int64_t>(tiles.size()) * K < threads * kTilesPerThread)
+    tiles = tiles_of(p, tokens = (tokens + 1) / 2);
+  // Length 0, and rows past the last sequence. A sequence of length 0 has no queries.
+  write_empty(p, p.query_start_loc[p.num_sequences], p.num_tokens);
+  if (tiles.empty()) return;
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [&](const PrefillTile& a, const PrefillTile& b) { return cost_of(p, a) > cost_of(p, b); });
+
+  const auto attend = KVPAGER_ACTIVE(attend_tile<T, C>);
+  const int64_t num_items = static_cast<int64_t>(tiles.size()) * K;
+  const int64_t floats = prefill_scratch_floats(tokens * group, D);
+  std::atomic<int64_t> next_item{0};
+  const auto take_items = [&](int64_t, int64_t) {
+    const std::unique_ptr<float[], AlignedDelete> scratch(new (std::align_val_t{64}) float[floats]);
+    for (int64_t item; (item = next_item.fetch_add(1, std::memory_order_relaxed)) < num_items;)
+      attend(p, tiles[item / K], item % K, scratch.get());
+  };
+  const int64_t workers = std::min(threads, num_items);
+  if (workers == 1)
+    take_items(0, 1);
+  else
+    torch::stable::parallel_for(0, workers, 1, take_items);
+}
+
+#define KVPAGER_INSTANTIATE(T, C) template void prefill(const AttentionParams<T, C>&);
+KVPAGER_INSTANTIATE(float, float)
+KVPAGER_INSTANTIATE(float16, float16)
+KVPAGER_INSTANTIATE(bfloat16, bfloat16)
+KVPAGER_INSTANTIATE(float, int8_code)
+KVPAGER_INSTANTIATE(float16, int8_code)
+KVPAGER_INSTANTIATE(bfloat16, int8_code)
+KVPAGER_INSTANTIATE(float, fp8_e4m3)
+KVPAGER_INSTANTIATE(float16, fp8_e4m3)
+KVPAGER_INSTANTIATE(bfloat16, fp8_e4m3)
+
+}  // namespace kvpager::cpu
