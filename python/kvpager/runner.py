@@ -13,13 +13,13 @@ from torch import Tensor
 from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.errors import ArgumentError
-from kvpager.models import Qwen3ForCausalLM
+from kvpager.models import DecoderForCausalLM
 
 
 class ModelRunner:
     """A model, the cache its keys and values go to, and the manager that says where."""
 
-    def __init__(self, model: Qwen3ForCausalLM, cache: PagedKVCache, block_manager: KVBlockManager) -> None:
+    def __init__(self, model: DecoderForCausalLM, cache: PagedKVCache, block_manager: KVBlockManager) -> None:
         self.model = model
         self.cache = cache
         self.block_manager = block_manager

@@ -20,7 +20,7 @@ from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
-from kvpager.models import Qwen3ForCausalLM
+from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 
 transformers.utils.logging.set_verbosity_error()
@@ -30,12 +30,23 @@ NUM_STEPS = 64
 PROMPT_LENGTHS = (1, 5, 16, 33, 18)
 VOCAB_SIZE = 199
 
-# name: H, K, head_dim, hidden_size, tied head, spelling of config.json. head_dim is never hidden_size / H.
-SHAPES: dict[str, tuple[int, int, int, int, bool, str]] = {
-    "16-8": (16, 8, 32, 64, False, "old"),
-    "8-2": (8, 2, 16, 96, True, "new"),
-    "14-2": (14, 2, 8, 56, False, "new"),
-    "5-1": (5, 1, 24, 40, True, "old"),
+# name: family, H, K, head_dim, hidden_size, tied head, spelling of config.json.
+# Qwen2 has no head_dim of its own; elsewhere it is never hidden_size / H.
+SHAPES: dict[str, tuple[str, int, int, int, int, bool, str]] = {
+    "16-8": ("Qwen3", 16, 8, 32, 64, False, "old"),
+    "8-2": ("Qwen3", 8, 2, 16, 96, True, "new"),
+    "14-2": ("Qwen3", 14, 2, 8, 56, False, "new"),
+    "5-1": ("Qwen3", 5, 1, 24, 40, True, "old"),
+    "qwen2": ("Qwen2", 6, 2, 16, 96, True, "old"),
+    "llama": ("Llama", 4, 2, 24, 56, False, "new"),
+}
+# Stretched over a context of 32 positions: of the 12 frequencies some are kept, some blended, some divided.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 CHECKPOINTS = ("tiny", *SHAPES)
 
@@ -88,7 +99,7 @@ class Lab:
         return tuple(trace_transformers(model, prompt, decode_greedily(model, prompt)) for prompt in self.prompts(name))
 
     def transformers_model(self, name: str, dtype: torch.dtype) -> Any:
-        return transformers.Qwen3ForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             self.folder(name), attn_implementation="eager", dtype=dtype
         ).eval()
 
@@ -104,7 +115,7 @@ class Lab:
         folder = self.folder(name) if isinstance(name, str) else name
         config = ModelConfig.from_folder(folder)
         with torch.device("meta"):
-            model = Qwen3ForCausalLM(config)
+            model = DecoderForCausalLM(config)
         load_parameters(model, folder, dtype=dtype, device=torch.device("cpu"), ignored=("lm_head.weight",))
         if num_blocks is None:
             num_blocks = len(PROMPT_LENGTHS) * -(-(max(PROMPT_LENGTHS) + NUM_STEPS) // block_size)
@@ -153,27 +164,28 @@ def _one_thread() -> Iterator[None]:
 
 def save_random_model(name: str, folder: Path) -> None:
     """Weights wide enough that logits are far from flat, and norms that are not all one."""
-    H, K, head_dim, hidden_size, tied, _ = SHAPES[name]
+    family, H, K, head_dim, hidden_size, tied, _ = SHAPES[name]
     torch.manual_seed(H)
-    config = transformers.Qwen3Config(
+    rope = LLAMA3 if family == "Llama" else {"rope_type": "default"}
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size + 8,
         num_hidden_layers=2,
         num_attention_heads=H,
         num_key_value_heads=K,
-        head_dim=head_dim,
+        **({} if family == "Qwen2" else {"head_dim": head_dim}),
         max_position_embeddings=256,
-        rope_theta=1e6,
+        rope_parameters={**rope, "rope_theta": 1e6},
         tie_word_embeddings=tied,
         initializer_range=2 * hidden_size**-0.5,
         dtype="float32",
         eos_token_id=[1, 2],
     )
-    model = transformers.Qwen3ForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
 
@@ -182,8 +194,9 @@ def respell(folder: Path) -> None:
     """config.json as published folders have it: top-level `rope_theta`, `rope_scaling`, `torch_dtype`."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-    config["rope_scaling"] = None
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
 

@@ -9,7 +9,7 @@ from kvpager import LLM, SamplingParams
 from kvpager.config import ModelConfig
 
 TOLERANCE = 1e-4
-CHECKPOINTS = ("tiny", "16-8", "8-2", "14-2", "5-1")
+CHECKPOINTS = ("tiny", "16-8", "8-2", "14-2", "5-1", "qwen2", "llama")
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 17])
@@ -71,13 +71,14 @@ def test_bfloat16_is_as_close_as_transformers_own(lab: Any, name: str, transform
     assert 0 < our_distance <= 2 * their_distance
 
 
-@pytest.mark.parametrize("name", ["16-8", "8-2", "14-2", "5-1"])
+@pytest.mark.parametrize("name", CHECKPOINTS[1:])
 def test_both_spellings_of_the_config_mean_the_same(lab: Any, name: str, tmp_path: Any) -> None:
     """The forced-token test runs two checkpoints in each spelling; here every one is read in both."""
     from_old = ModelConfig.from_folder(lab.respelled(name, tmp_path))
     assert from_old == ModelConfig.from_folder(lab.folder(name))
     assert (from_old.rope_theta, from_old.dtype) == (1e6, "float32")
-    assert from_old.head_dim != from_old.hidden_size // from_old.num_attention_heads
+    assert (from_old.head_dim != from_old.hidden_size // from_old.num_attention_heads) == (name != "qwen2")
+    assert (from_old.rope_scaling is not None) == (name == "llama")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpager import config
-from kvpager.config import EngineConfig, ModelConfig, default_dtype
+from kvpager.config import EngineConfig, Llama3RopeScaling, ModelConfig, default_dtype
+from kvpager.config import engine as engine_settings
 from kvpager.errors import ConfigError
 
 # Qwen3-0.6B as it is published: the old spelling.
@@ -47,6 +47,38 @@ def without(*keys: str, **changes: Any) -> dict[str, Any]:
 def new_spelling(**changes: Any) -> dict[str, Any]:
     parameters = {"rope_theta": 1000000.0, "rope_type": "default"}
     return without("rope_theta", "rope_scaling", "torch_dtype", rope_parameters=parameters, dtype="bfloat16") | changes
+
+
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    """Llama-3.2-1B's keys that differ in kind from Qwen3's."""
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False, "pretraining_tp": 1}
+    return without("use_sliding_window", "max_window_layers", **names, rope_scaling=LLAMA3) | changes
+
+
+def qwen2(**changes: Any) -> dict[str, Any]:
+    """Qwen2.5-0.5B's: no `head_dim`, no word about the biases, a window that is not used."""
+    names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 32768}
+    return without("head_dim", "attention_bias", "rope_scaling", **names) | changes
+
+
+def test_three_switches_tell_the_families_apart() -> None:
+    read = {name: ModelConfig.from_dict(raw) for name, raw in zip("qwl", (PUBLISHED, qwen2(), llama()), strict=True)}
+    assert [(c.qkv_bias, c.qk_norm) for c in read.values()] == [(False, True), (True, False), (False, False)]
+    assert read["w"].head_dim == 64
+    assert [c.rope_scaling for c in read.values()] == [None, None, Llama3RopeScaling(32.0, 1.0, 4.0, 8192)]
+    spelled = llama(rope_parameters=LLAMA3 | {"rope_theta": 1000000.0}, dtype="bfloat16")
+    for key in ("rope_theta", "rope_scaling", "torch_dtype"):
+        del spelled[key]
+    assert ModelConfig.from_dict(spelled) == read["l"]
 
 
 def test_the_published_config() -> None:
@@ -93,10 +125,17 @@ def test_b112_a_missing_head_dim_is_hidden_over_heads() -> None:
         (without(dtype="float16"), "`torch_dtype` bfloat16, `dtype` float16"),
         (without(torch_dtype="float8_e4m3fn"), "`torch_dtype` is float8_e4m3fn; supported: float32, float16, bfloat16"),
         (
-            without(architectures=["LlamaForCausalLM"]),
-            "`architectures` is LlamaForCausalLM; supported: Qwen3ForCausalLM",
+            without(architectures=["GPT2LMHeadModel"]),
+            "`architectures` is GPT2LMHeadModel; supported: Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM",
         ),
-        (without("architectures", model_type="qwen2"), "`architectures` is qwen2; supported: Qwen3ForCausalLM"),
+        (without(architectures=["LlamaForCausalLM"]), '`model_type` is "qwen3"; supported: "llama"'),
+        (without("architectures", model_type="mistral"), "`architectures` is mistral; supported: Qwen3ForCausalLM"),
+        (llama(attention_bias=True), "`attention_bias` is true; supported: false"),
+        (llama(mlp_bias=True), "`mlp_bias` is true; supported: false"),
+        (llama(rope_scaling=LLAMA3 | {"high_freq_factor": 1}), "`low_freq_factor` 1.0 is not below `high_freq_factor`"),
+        (llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "config has no `low_freq_factor`"),
+        (llama(rope_parameters=LLAMA3 | {"factor": 8.0}), "config disagrees with itself: `rope_scaling` Llama3"),
+        (qwen2(use_sliding_window=True), "`use_sliding_window` is true; supported: false"),
         (without(architectures=["Qwen3MoeForCausalLM"]), "`architectures` is Qwen3MoeForCausalLM"),
         (without(model_type="qwen3_moe"), '`model_type` is "qwen3_moe"; supported: "qwen3"'),
         (without(hidden_act="gelu"), '`hidden_act` is "gelu"; supported: "silu"'),
@@ -160,7 +199,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str, message: str) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "int8"}, "`dtype` is int8; supported: auto, float32, float16, bfloat16"),
+        ({"dtype": "int8"}, "`dtype` is int8; supported: auto, float32, float16, bfloat16, float64"),
         ({"block_size": 0}, "`block_size` is 0; it must be at least 1"),
         ({"num_blocks": 0}, "`num_blocks` is 0; it must be at least 1"),
         ({"num_blocks": 4, "kv_cache_memory_bytes": 4}, "both set the size of the pool; give one"),
@@ -185,5 +224,5 @@ def test_engine_settings_are_checked(settings: dict[str, Any], message: str) -> 
 def test_dtype_auto_asks_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], stored: str, device: str, expected: str
 ) -> None:
-    monkeypatch.setattr(config, "cpu_features", lambda: frozenset(flags))
+    monkeypatch.setattr(engine_settings, "cpu_features", lambda: frozenset(flags))
     assert default_dtype(stored, device) == expected

@@ -17,17 +17,17 @@ from kvpager.cache import PagedKVCache
 from kvpager.config import ModelConfig
 from kvpager.errors import ConfigError
 from kvpager.loader import BUNDLED_MODEL, load_parameters, resolve_model
-from kvpager.models import Qwen3ForCausalLM
+from kvpager.models import DecoderForCausalLM
 
 Tensors = dict[str, torch.Tensor]
 
 
-def new_model(folder: Path) -> Qwen3ForCausalLM:
+def new_model(folder: Path) -> DecoderForCausalLM:
     with torch.device("meta"):
-        return Qwen3ForCausalLM(ModelConfig.from_folder(folder))
+        return DecoderForCausalLM(ModelConfig.from_folder(folder))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderForCausalLM:
     model = new_model(folder)
     ignored = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
     load_parameters(model, folder, dtype=dtype, device=torch.device("cpu"), ignored=ignored)
@@ -84,7 +84,7 @@ def published_shape(hidden_size: int, num_attention_heads: int) -> ModelConfig:
 def test_b112_explicit_head_dim_shapes_the_projections(hidden_size: int, heads: int, qkv_rows: int) -> None:
     config = published_shape(hidden_size, heads)
     with torch.device("meta"):
-        attention = Qwen3ForCausalLM(config).model.layers[0].self_attn
+        attention = DecoderForCausalLM(config).model.layers[0].self_attn
     assert attention.q_proj.weight.shape == (heads * 128, hidden_size)
     assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (1024, hidden_size)
     assert attention.o_proj.weight.shape == (hidden_size, heads * 128)

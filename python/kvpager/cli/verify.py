@@ -184,7 +184,7 @@ def _load_transformers(llm: LLM) -> nn.Module:
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model: nn.Module = transformers.Qwen3ForCausalLM.from_pretrained(
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         llm.folder, attn_implementation="eager", dtype=torch.float32
     )
     return model.to(llm.config.device).eval()

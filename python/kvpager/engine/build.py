@@ -11,7 +11,7 @@ from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
 from kvpager.loader import load_parameters
-from kvpager.models import Qwen3ForCausalLM
+from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 
 DEFAULT_KV_CACHE_BYTES = 2**30
@@ -26,7 +26,7 @@ def make_runner(folder: Path, model_config: ModelConfig, config: EngineConfig) -
     device = _usable_device(config.device)
     dtype = getattr(torch, resolve_dtype(model_config, config))
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(model_config)
+        model = DecoderForCausalLM(model_config)
     ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
     load_parameters(model, folder, dtype=dtype, device=device, ignored=ignored)
     cache = _make_cache(model_config, config, dtype)

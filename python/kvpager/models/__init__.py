@@ -1,5 +1,5 @@
 """Models that run over a `PagedKVCache`: plain modules whose parameters carry the checkpoint's names."""
 
-from kvpager.models.qwen3 import Qwen3ForCausalLM
+from kvpager.models.decoder import DecoderForCausalLM
 
-__all__ = ["Qwen3ForCausalLM"]
+__all__ = ["DecoderForCausalLM"]

@@ -1,11 +1,13 @@
-"""Qwen3, the dense decoder, over a paged key/value cache.
+"""The dense decoder over a paged key/value cache: one block that runs Qwen3, Qwen2 (2.5) and Llama.
+
+The three differ in three switches of `ModelConfig`: `qkv_bias` (Qwen2), `qk_norm` (Qwen3) and `tie_word_embeddings`.
 
 The tokens of all sequences of a step lie one after the other: T tokens, no batch dimension, no padding. Which of them
 belong together, and where their keys and values go, stands in the `AttentionMetadata` that travels with them.
 Submodules carry the names of the checkpoint's tensors (and so of transformers' modules).
 
 Letters: T tokens, H query heads, K kv heads, D head dim, C hidden size, I intermediate size, V vocabulary, L layers.
-Architecture: Qwen3 technical report, arXiv:2505.09388; rotary positions: arXiv:2104.09864; RMSNorm: arXiv:1910.07467.
+Architecture: Llama, arXiv:2302.13971; Qwen2.5, arXiv:2412.15115; Qwen3, arXiv:2505.09388; RMSNorm, arXiv:1910.07467.
 """
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.config import ModelConfig
+from kvpager.models.rotary import inverse_frequencies, rotary_cos_sin, rotate
 
 
 class RMSNorm(nn.Module):
-    """``x / √(mean(x²) + eps) · weight`` over the last dimension, computed in float32."""
+    """``x / √(mean(x²) + eps) · weight`` over the last dimension, computed in float32 at least."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -26,41 +29,27 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x [..., width]."""
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        wide = _widened(x)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 
-def rotary_cos_sin(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, once per step for all layers: two [T, 1, D].
-
-    Pair j of a head (values j and j + D/2) turns by ``position · theta^(−2j/D)``; angles in float32.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
-    angles = positions.float()[:, None] * (1.0 / theta**exponents)  # [T, D/2]
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # [T, 1, D]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x [T, heads, D] to its positions."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
 class Attention(nn.Module):
-    """Grouped-query attention with RMSNorm on every query and key head; keys and values live in the cache."""
+    """Grouped-query attention, by the switches with a bias on q, k, v and RMSNorm on every query and key head.
+
+    Keys and values live in the cache.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         C, D = config.hidden_size, config.head_dim
         self.layer, self.head_dim = layer, D
-        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=False)
-        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
-        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=False)
+        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
@@ -107,7 +96,7 @@ class DecoderLayer(nn.Module):
         return x  # noqa: RET504
 
 
-class Qwen3Model(nn.Module):
+class DecoderModel(nn.Module):
     """Embedding, L decoder layers, the last norm."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -120,14 +109,14 @@ class Qwen3Model(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """input_ids [T], positions [T] → hidden states [T, C]."""
         x = self.embed_tokens(input_ids)
-        cos, sin = rotary_cos_sin(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        cos, sin = rotary_cos_sin(positions, inverse_frequencies(self.config, positions.device), x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, cache, metadata)
         out: Tensor = self.norm(x)
         return out
 
 
-class Qwen3ForCausalLM(nn.Module):
+class DecoderForCausalLM(nn.Module):
     """The decoder with its head. Made on the meta device and filled by `kvpager.loader`.
 
     With tied embeddings there is no ``lm_head`` parameter at all: the embedding is the head.
@@ -136,7 +125,7 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config)
+        self.model = DecoderModel(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -156,6 +145,10 @@ class Qwen3ForCausalLM(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every next token: hidden [rows, C] → [rows, V] float32."""
+        """Scores of every next token: hidden [rows, C] → [rows, V] float32 (float64 where the model is)."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        return _widened(F.linear(hidden, head.weight))
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

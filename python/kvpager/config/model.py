@@ -1,28 +1,66 @@
-"""What a model is (`ModelConfig`, read from a Hugging Face folder) and how it is to be run (`EngineConfig`).
+"""What a model is: `ModelConfig`, from a ``config.json`` in either spelling.
 
-A leaf: imports neither torch nor anything of kvpager but the errors. Both are frozen and checked once, when made.
-Nothing that changes the result is guessed: a key that is missing, or a value that kvpager does not compute with, is a
-`ConfigError` that names the key, the value and what is supported.
+Three families share one decoder block; what tells them apart are switches, so that nothing else asks for a family.
 """
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpager.config.files import read_json
 from kvpager.errors import ConfigError
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = ("float32", "float16", "bfloat16")
 _MISSING = object()
 
 
 @dataclass(frozen=True)
+class _Family:
+    """What the models of one architecture have in common, where it is not in their config."""
+
+    model_type: str
+    qkv_bias: bool
+    qk_norm: bool
+    other_keys: Mapping[str, object]
+
+
+# `other_keys`: key → the one value that kvpager computes with; absent means that value, as in older folders.
+_EVERYWHERE: dict[str, object] = {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None}
+FAMILIES: Mapping[str, _Family] = {
+    "Qwen3ForCausalLM": _Family("qwen3", False, True, {**_EVERYWHERE, "attention_bias": False}),
+    "Qwen2ForCausalLM": _Family("qwen2", True, False, _EVERYWHERE),
+    "LlamaForCausalLM": _Family("llama", False, False, {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False}),
+}
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Rotary frequencies stretched as in Llama 3.1 (``rope_type`` llama3); the formula is in `models.rotary`.
+
+    Attributes:
+        factor: what slow frequencies are divided by.
+        low_freq_factor: turns over the original context below which a frequency counts as slow.
+        high_freq_factor: turns above which it is kept.
+        original_max_position_embeddings: positions of the original context.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"`low_freq_factor` {self.low_freq_factor} is not below `high_freq_factor` {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of a Qwen3 decoder.
+    """Shape and constants of a decoder: Qwen3, Qwen2 (2.5) or Llama.
 
     Attributes:
         vocab_size: rows of the embedding and of the head.
@@ -38,6 +76,9 @@ class ModelConfig:
         tie_word_embeddings: whether the embedding is the head too.
         dtype: of the stored weights: one of `DTYPES`.
         eos_token_ids: ids that end a text; may be empty.
+        qkv_bias: whether the projections to q, k and v have a bias (Qwen2).
+        qk_norm: whether every query and key head is normed (Qwen3).
+        rope_scaling: how the rotary frequencies are stretched; None: not at all.
     """
 
     vocab_size: int
@@ -53,6 +94,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = True
+    rope_scaling: Llama3RopeScaling | None = None
 
     def __post_init__(self) -> None:
         H, K, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
@@ -81,7 +125,7 @@ class ModelConfig:
         Raises:
             ConfigError: another architecture, a feature that kvpager does not compute, a key missing or malformed.
         """
-        _refuse_other_models(raw)
+        family = _family(raw)
         hidden_size = _integer(raw, "hidden_size")
         num_attention_heads = _integer(raw, "num_attention_heads")
         if raw.get("head_dim") is not None:
@@ -107,124 +151,64 @@ class ModelConfig:
             tie_word_embeddings=_boolean(raw, "tie_word_embeddings"),
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            rope_scaling=_rope_scaling(raw),
         )
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine runs its model.
-
-    Attributes:
-        device: where weights and cache lie: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
-        dtype: one of `DTYPES`, or ``"auto"``: see `default_dtype`.
-        block_size: S, token positions per block.
-        num_blocks: N, blocks in the pool; None: from the budget.
-        kv_cache_memory_bytes: budget of the pool; None with no `num_blocks` either: the engine's default.
-        max_num_seqs: most sequences that run together.
-        seed: of the requests that bring none.
-    """
-
-    device: str = "cpu"
-    dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *DTYPES):
-            raise ConfigError(f"`dtype` is {self.dtype}; supported: auto, {', '.join(DTYPES)}")
-        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"`{name}` is {value}; it must be at least 1")
-        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
-            raise ConfigError(
-                f"`num_blocks` {self.num_blocks} and `kv_cache_memory_bytes` {self.kv_cache_memory_bytes} "
-                "both set the size of the pool; give one"
-            )
-
-
-def default_dtype(stored: str, device: str) -> str:
-    """The dtype to compute in when none is asked for: as stored, but float32 on a CPU that can't multiply that.
-
-    Without bfloat16 instructions a CPU's bfloat16 matrix product is about a hundred times slower than float32's.
-    """
-    if device.partition(":")[0] != "cpu" or stored == "float32":
-        return stored
-    fast = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}[stored]
-    return stored if fast & cpu_features() else "float32"
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux names them (``avx2``, ``avx512_bf16``, …); empty where unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    key = "flags" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "Features"
-    line = next((line for line in lines if line.startswith(key)), "")
-    return frozenset(line.partition(":")[2].split())
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: no such file, or it holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read `{path}`: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"`{path}` is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"`{path}` holds {type(content).__name__}, wanted an object")
-    return content
-
-
-def _refuse_other_models(raw: Mapping[str, Any]) -> None:
+def _family(raw: Mapping[str, Any]) -> _Family:
+    """The family of the model, once it is sure that nothing in the config asks for more than kvpager computes."""
     architectures = raw.get("architectures") or [raw.get("model_type", "of no name")]
-    if architectures not in ([ARCHITECTURE], ["qwen3"]):
-        raise ConfigError(f"`architectures` is {', '.join(map(str, architectures))}; supported: {ARCHITECTURE}")
-    # Absent means the value named here: these are Qwen3's own defaults, and older folders leave the keys out.
-    only = {
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "quantization_config": None,
-    }
-    for key, supported in only.items():
+    known = {**FAMILIES, **{family.model_type: family for family in FAMILIES.values()}}
+    if len(architectures) != 1 or architectures[0] not in known:
+        raise ConfigError(f"`architectures` is {', '.join(map(str, architectures))}; supported: {', '.join(FAMILIES)}")
+    family = known[architectures[0]]
+    for key, supported in {"model_type": family.model_type, **family.other_keys}.items():
         value = raw.get(key, supported)
         if value != supported and value is not None:
             raise ConfigError(f"`{key}` is {json.dumps(value)}; supported: {json.dumps(supported)}")
     layer_types = raw.get("layer_types") or []
     if other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
         raise ConfigError(f"`layer_types` has {', '.join(other)}; supported: full_attention")
+    return family
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
-    for key, mapping in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+    parameters = raw.get("rope_parameters")
+    found = {}
+    if raw.get("rope_theta") is not None:
+        found["rope_theta"] = _positive(raw, "rope_theta")
+    if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
+        found["rope_parameters.rope_theta"] = _positive(parameters, "rope_theta")
+    return float(_agreed(found, "`rope_theta` nor `rope_parameters.rope_theta`"))
+
+
+def _rope_scaling(raw: Mapping[str, Any]) -> Llama3RopeScaling | None:
+    """What ``rope_scaling`` (old spelling) and ``rope_parameters`` (new) ask for; they have to agree."""
+    found: dict[str, Llama3RopeScaling | None] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        mapping = raw.get(key)
         if mapping is None:
             continue
         if not isinstance(mapping, dict):
             raise ConfigError(f"`{key}` is {json.dumps(mapping)}; wanted an object")
         kind = mapping.get("rope_type", mapping.get("type", "default"))
-        if kind != "default":
-            raise ConfigError(f"`{key}` asks for RoPE scaling of type {kind}; supported: default (no scaling)")
-        if (factor := mapping.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise ConfigError(f"`{key}.partial_rotary_factor` is {factor}; supported: 1.0")
-    found = {}
-    if raw.get("rope_theta") is not None:
-        found["rope_theta"] = _positive(raw, "rope_theta")
-    if parameters is not None and parameters.get("rope_theta") is not None:
-        found["rope_parameters.rope_theta"] = _positive(parameters, "rope_theta")
-    return float(_agreed(found, "`rope_theta` nor `rope_parameters.rope_theta`"))
+        if kind not in ("default", "llama3"):
+            raise ConfigError(f"`{key}` asks for RoPE scaling of type {kind}; supported: default (no scaling), llama3")
+        if (partial := mapping.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise ConfigError(f"`{key}.partial_rotary_factor` is {partial}; supported: 1.0")
+        found[key] = None if kind == "default" else _llama3(mapping)
+    return _agreed(found, "") if found else None
+
+
+def _llama3(mapping: Mapping[str, Any]) -> Llama3RopeScaling:
+    return Llama3RopeScaling(
+        factor=_positive(mapping, "factor"),
+        low_freq_factor=_positive(mapping, "low_freq_factor"),
+        high_freq_factor=_positive(mapping, "high_freq_factor"),
+        original_max_position_embeddings=_integer(mapping, "original_max_position_embeddings"),
+    )
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

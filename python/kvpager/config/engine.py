@@ -1,0 +1,70 @@
+"""How a model is run: `EngineConfig`, and the dtype that suits the processor."""
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kvpager.config.model import DTYPES
+from kvpager.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs its model.
+
+    Attributes:
+        device: where weights and cache lie: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+        dtype: one of `DTYPES`, ``"float64"`` (the readable operations only, for exact comparisons), or ``"auto"``:
+            see `default_dtype`.
+        block_size: S, token positions per block.
+        num_blocks: N, blocks in the pool; None: from the budget.
+        kv_cache_memory_bytes: budget of the pool; None with no `num_blocks` either: the engine's default.
+        max_num_seqs: most sequences that run together.
+        seed: of the requests that bring none.
+    """
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        supported = ("auto", *DTYPES, "float64")
+        if self.dtype not in supported:
+            raise ConfigError(f"`dtype` is {self.dtype}; supported: {', '.join(supported)}")
+        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"`{name}` is {value}; it must be at least 1")
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"`num_blocks` {self.num_blocks} and `kv_cache_memory_bytes` {self.kv_cache_memory_bytes} "
+                "both set the size of the pool; give one"
+            )
+
+
+def default_dtype(stored: str, device: str) -> str:
+    """The dtype to compute in when none is asked for: as stored, but float32 on a CPU that can't multiply that.
+
+    Without bfloat16 instructions a CPU's bfloat16 matrix product is about a hundred times slower than float32's.
+    """
+    if device.partition(":")[0] != "cpu" or stored == "float32":
+        return stored
+    fast = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}[stored]
+    return stored if fast & cpu_features() else "float32"
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Instruction-set flags of this CPU as Linux names them (``avx2``, ``avx512_bf16``, …); empty where unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    key = "flags" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "Features"
+    line = next((line for line in lines if line.startswith(key)), "")
+    return frozenset(line.partition(":")[2].split())

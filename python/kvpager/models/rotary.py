@@ -1,0 +1,49 @@
+"""Rotary positions (arXiv:2104.09864): which angle each pair of values turns by, plain or stretched as in Llama 3.1.
+
+Pair j of a head (values j and j + D/2) turns by ``position · frequency[j]``. Frequencies and angles are float32.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvpager.config import Llama3RopeScaling, ModelConfig
+
+
+def inverse_frequencies(config: ModelConfig, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each pair: [D/2] float32; ``theta^(−2j/D)``, then scaled as the config says."""
+    D = config.head_dim
+    exponents = torch.arange(0, D, 2, dtype=torch.int64, device=device).float() / D
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+
+
+def _stretched(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Llama 3.1: what turns slowly is divided by `factor`, what turns fast is kept, and between the two it blends.
+
+    Slow: fewer than `low_freq_factor` turns over the original context; fast: more than `high_freq_factor`.
+    Source: "The Llama 3 Herd of Models" (arXiv:2407.21783) and the published ``rope_scaling`` of its checkpoints.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, once per step for all layers: two [T, 1, D].
+
+    Args:
+        positions: [T] integers.
+        frequencies: [D/2] float32, from `inverse_frequencies`.
+        dtype: of the result.
+    """
+    angles = positions.float()[:, None] * frequencies  # [T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # [T, 1, D]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns x [T, heads, D] to its positions."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
