@@ -1,6 +1,9 @@
 """Both implementations under one set of tests, and the helpers that arrange and observe them."""
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,14 +11,30 @@ import pytest
 import kvpager.block_manager
 import kvpager.reference
 
+sys.path.append(str(Path(__file__).parent))  # `driver` and `shadow`, which several test files use
+
+import driver
+
 Make = Callable[..., Any]
+CLASSES = {"rust": kvpager.block_manager.KVBlockManager, "reference": kvpager.reference.KVBlockManager}
 
 
 @pytest.fixture(params=["rust", "reference"])
 def make(request: pytest.FixtureRequest) -> Make:
     """The manager class: `make(num_blocks, block_size)`."""
-    classes = {"rust": kvpager.block_manager.KVBlockManager, "reference": kvpager.reference.KVBlockManager}
-    return classes[request.param]
+    return CLASSES[request.param]
+
+
+# The binding gets its prefix index in a later commit; until then the reference is tested alone.
+RUST_CACHES = hasattr(kvpager.block_manager.KVBlockManager, "reset_prefix_cache")
+CACHING = ["rust", "rust, every hash equal", "reference"] if RUST_CACHES else ["reference"]
+
+
+@pytest.fixture(params=CACHING)
+def make_caching(request: pytest.FixtureRequest) -> Make:
+    """The same with the prefix index on: `make_caching(num_blocks, block_size, **options)`."""
+    hook = {"_equal_hashes": True} if "equal" in request.param else {}
+    return partial(CLASSES[request.param.split(",")[0]], enable_prefix_caching=True, **hook)
 
 
 @pytest.fixture
@@ -40,10 +59,13 @@ def observe() -> Callable[[Any], dict[str, Any]]:
     def observe(manager: Any) -> dict[str, Any]:
         assert manager.check_invariants() == []
         stats = manager.stats
-        names = ("num_blocks", "live", "cached", "fenced", "free", "num_sequences", "num_copies", "peak_live")
-        return {
+        shown = {}
+        if RUST_CACHES or isinstance(manager, kvpager.reference.KVBlockManager):
+            shown["states"] = manager.block_states()
+            shown["computed"] = [manager.num_computed_tokens(i) for i in manager.sequences]
+        return shown | {
             "free_blocks": manager.free_blocks,
-            "stats": {name: getattr(stats, name) for name in names},
+            "stats": {name: getattr(stats, name) for name in driver.STATS if hasattr(stats, name)},
             "sequences": {i: (s.sequence_length, s.block_table) for i, s in manager.sequences.items()},
             "usage": manager.usage,
             "fragmentation": manager.internal_fragmentation_tokens(),

@@ -128,21 +128,21 @@ def _chains(manager: ManagerState) -> list[str]:
         parent: Node | None = None
         for index, block in enumerate(sequence.table[: sequence.num_indexed]):
             node = manager._index._by_block.get(block)
-            if node is None or node.key != _wanted_key(manager, sequence, index, parent):
+            if node is None or not _is_named_by(sequence, index * manager.block_size, manager.block_size, parent, node):
                 faults.append(f"block {block} of sequence {sequence_id} is not indexed under its tokens")
                 break
             parent = node
     return faults
 
 
-def _wanted_key(manager: ManagerState, sequence: Sequence, index: int, parent: Node | None) -> object:
-    start, stop = index * manager.block_size, (index + 1) * manager.block_size
-    before = sequence.namespace if parent is None else parent.node_id
-    # Items that were cut by a truncation after the block was indexed count as they were then.
-    items = items_of_block(sequence.items, start, stop)
-    node = manager._index._by_block[sequence.table[index]]
-    indexed_items = tuple((first, min(last, sequence.length - start), key) for first, last, key in node.key[2])
-    return (before, tuple(sequence.token_ids[start:stop]), node.key[2] if indexed_items == items else items)
+def _is_named_by(sequence: Sequence, start: int, size: int, parent: Node | None, node: Node) -> bool:
+    """Whether the node has this parent, these tokens and these items (which a truncation may have cut since)."""
+    before, tokens, indexed = node.key
+    items = items_of_block(sequence.items, start, start + size)
+    same_items = [(first, key) for first, _, key in items] == [(first, key) for first, _, key in indexed]
+    only_cut = all(now[1] <= then[1] for now, then in zip(items, indexed, strict=False))
+    same_tokens = tokens == tuple(sequence.token_ids[start : start + size])
+    return same_tokens and same_items and only_cut and before == (parent.node_id if parent else sequence.namespace)
 
 
 def _eviction_order(manager: ManagerState) -> list[str]:

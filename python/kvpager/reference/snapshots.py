@@ -61,6 +61,28 @@ class BlockInfo:
     eviction_rank: int | None  # of a cached block: 0 is the next victim
 
 
+@dataclass(frozen=True, slots=True)
+class BatchBuffers:
+    """The memory of one step of a `DecodeBatch`: tensors on the CPU or other writable, contiguous buffers."""
+
+    block_tables: Any
+    seq_lens: Any
+    query_start_loc: Any
+    slot_mapping: Any
+    changed: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """What a step wrote, and where: into which set (0 or 1), for how many rows and new tokens, and how many changes."""
+
+    buffer_set: int
+    num_rows: int
+    num_tokens: int
+    num_changes: int
+    upload_table: bool  # `changed` does not hold them all
+
+
 class SequenceView(Mapping[int, SequenceState]):
     """All sequences by id, read-only. The view follows the manager; the values it gives don't."""
 
