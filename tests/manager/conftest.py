@@ -1,7 +1,9 @@
 """Both implementations under one set of tests, and the helpers that arrange and observe them."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,39 @@ def make_caching(request: pytest.FixtureRequest) -> Make:
     """The same with the prefix index on: `make_caching(num_blocks, block_size, **options)`."""
     hook = {"_equal_hashes": True} if "equal" in request.param else {}
     return partial(CLASSES[request.param.split(",")[0]], enable_prefix_caching=True, **hook)
+
+
+@dataclass(frozen=True)
+class BatchKit:
+    """What it takes to make a `DecodeBatch` of one implementation."""
+
+    manager: Make
+    batch: Any
+    buffers: Any
+
+
+def _batch_kits() -> dict[str, BatchKit]:
+    reference = kvpager.reference
+    kits = {"reference": BatchKit(reference.KVBlockManager, reference.DecodeBatch, reference.BatchBuffers)}
+    if RUST_CACHES and importlib.util.find_spec("kvpager.decode_batch"):  # comes in a later commit
+        rust = importlib.import_module("kvpager.decode_batch")
+        kits["rust"] = BatchKit(CLASSES["rust"], rust.DecodeBatch, rust.BatchBuffers)
+    return kits
+
+
+BATCH_KITS = _batch_kits()
+
+
+@pytest.fixture(params=BATCH_KITS.values(), ids=BATCH_KITS)
+def batch_kit(request: pytest.FixtureRequest) -> BatchKit:
+    """`DecodeBatch` and its manager, of either implementation."""
+    return request.param
+
+
+@pytest.fixture
+def batch_kits() -> list[BatchKit]:
+    """All implementations, the reference last."""
+    return [*reversed(BATCH_KITS.values())]
 
 
 @pytest.fixture
