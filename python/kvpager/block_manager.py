@@ -6,21 +6,20 @@ it; nothing is decided here. torch is imported inside the calls that make a tens
 """
 
 import operator
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from kvpager import _core
+from kvpager.buffers import check_room, fill_new, lend, num_values, read_width, refuse_device, sum_values
 from kvpager.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    Integers: TypeAlias = torch.Tensor | Buffer | Sequence[int]
-    Device: TypeAlias = torch.device | str | int
+    from kvpager.buffers import Device, Integers
+
 
 _Out = TypeVar("_Out", bound="torch.Tensor | Buffer")
 
@@ -105,16 +104,16 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B + T); a crossing into Rust and no work in Python per row.
         """
-        ids = _lend("ids", ids)
-        counts = None if counts is None else _lend("counts", counts)
+        ids = lend("ids", ids)
+        counts = None if counts is None else lend("counts", counts)
         if out is not None:
-            _refuse_device(device)
-            self.slot_mapping_into(ids, counts, _lend("out", out))
+            refuse_device(device)
+            self.slot_mapping_into(ids, counts, lend("out", out))
             return out
-        num_tokens = _length(ids) if counts is None else _total(counts)
+        num_tokens = num_values(ids) if counts is None else sum_values(counts)
         if num_tokens > self.num_blocks * self.block_size:  # will be refused: no memory for it
             num_tokens = 0
-        return _fill_new((num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots))
+        return fill_new((num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots))
 
     @overload
     def get_block_table_tensor(
@@ -149,21 +148,21 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B * M).
         """
-        ids = _lend("ids", ids)
+        ids = lend("ids", ids)
         if out is not None:
-            _refuse_device(device)
-            lent = _lend("out", out)
+            refuse_device(device)
+            lent = lend("out", out)
             if max_blocks is not None:
-                _check_room(lent, _length(ids), _read_width(max_blocks, self.longest_table(ids)))
+                check_room(lent, num_values(ids), read_width(max_blocks, self.longest_table(ids)))
             self.block_tables_into(ids, lent)
             return out
         while True:
             longest = self.longest_table(ids)
-            width = longest if max_blocks is None else _read_width(max_blocks, longest)
-            num_rows = _length(ids)
+            width = longest if max_blocks is None else read_width(max_blocks, longest)
+            num_rows = num_values(ids)
             shape = (num_rows, width) if num_rows else (0, 0)
             try:
-                return _fill_new(shape, "int32", device, lambda tables: self.block_tables_into(ids, tables))
+                return fill_new(shape, "int32", device, lambda tables: self.block_tables_into(ids, tables))
             except ArgumentError:
                 if max_blocks is not None or self.longest_table(ids) <= width:
                     raise  # otherwise another thread made a table longer in between: measure again
@@ -193,12 +192,12 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B).
         """
-        ids = _lend("ids", ids)
+        ids = lend("ids", ids)
         if out is not None:
-            _refuse_device(device)
-            self.seq_lens_into(ids, _lend("out", out))
+            refuse_device(device)
+            self.seq_lens_into(ids, lend("out", out))
             return out
-        return _fill_new((_length(ids),), "int32", device, lambda lengths: self.seq_lens_into(ids, lengths))
+        return fill_new((num_values(ids),), "int32", device, lambda lengths: self.seq_lens_into(ids, lengths))
 
     @property
     def sequences(self) -> Mapping[int, SequenceState]:
@@ -239,77 +238,3 @@ class _SequenceView(Mapping[int, SequenceState]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} sequences of {self._manager!r}>"
-
-
-def _lend(argument: str, value: Any) -> Any:
-    """`value` as something that Rust may read more than once: a numpy view if it is a tensor, a list if an iterator.
-
-    Rust could ask a tensor for its view itself, but only after it failed to find a buffer, which costs a microsecond.
-    """
-    torch = sys.modules.get("torch")  # who passes a tensor has imported torch
-    tensor_class: Any = getattr(torch, "Tensor", ())
-    if not isinstance(value, tensor_class):
-        return list(value) if isinstance(value, Iterator) else value
-    try:
-        return value.numpy()
-    except (TypeError, RuntimeError):
-        came = f"a {value.dtype} tensor on {value.device}" + (" that requires grad" if value.requires_grad else "")
-        raise ArgumentError(argument, "a tensor on the CPU that numpy can view", came) from None
-
-
-def _fill_new(shape: tuple[int, ...], dtype: str, device: "Device | None", fill: Callable[[Any], None]) -> object:
-    """A new tensor on `device`, filled by Rust. It is made first: a device may be missing, or full."""
-    import torch
-
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    if tensor.device.type == "cpu":
-        fill(tensor.numpy())
-        return tensor
-    host = torch.empty(shape, dtype=tensor.dtype)
-    fill(host.numpy())
-    return tensor.copy_(host)
-
-
-def _length(values: Any) -> int:
-    """Rows of `values`; 0 for what has no length, which Rust then refuses by name."""
-    try:
-        return len(values)
-    except TypeError:
-        return 0
-
-
-def _total(counts: Any) -> int:
-    """Sum of `counts`; 0 for what can't be summed, which Rust then refuses by name."""
-    with suppress(TypeError, NotImplementedError):  # no buffer, or one that Rust refuses
-        counts = memoryview(counts).tolist()
-    try:
-        return max(0, sum(map(operator.index, counts)))
-    except TypeError:
-        return 0
-
-
-def _refuse_device(device: object) -> None:
-    if device is not None:
-        raise ArgumentError("device", "None together with `out`", device)
-
-
-def _read_width(max_blocks: int, longest: int) -> int:
-    wanted = f"at least {longest}, the longest table"
-    try:
-        width = operator.index(max_blocks)
-    except TypeError:
-        raise ArgumentError("max_blocks", wanted, type(max_blocks).__name__) from None
-    if width < longest:
-        raise ArgumentError("max_blocks", wanted, width)
-    return width
-
-
-def _check_room(out: Any, num_rows: int, width: int) -> None:
-    """Refuse an `out` that is a buffer but not of `num_rows` * `width` elements."""
-    try:
-        view = memoryview(out)
-    except TypeError:
-        return  # no buffer at all: Rust says so
-    if view.nbytes // view.itemsize != num_rows * width:
-        wanted = f"a writable, contiguous int32 buffer of {num_rows * width} elements on the CPU"
-        raise ArgumentError("out", wanted, f"a buffer of shape {list(view.shape or ())} and format `{view.format}`")
