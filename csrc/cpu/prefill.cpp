@@ -59,8 +59,8 @@ std::vector<PrefillTile> tiles_of(const AttentionParams<T, C>& p, int64_t tokens
   for (int64_t row = 0; row < p.num_sequences; ++row) {
     const int64_t start = p.query_start_loc[row], query_len = p.query_start_loc[row + 1] - start;
     for (int64_t token = 0; token < query_len; token += tokens_per_tile)
-      tiles.push_back({row, start + token, std::min(tokens_per_tile, query_len - token),
-                       p.seq_lens[row] - query_len + token});
+      tiles.push_back(
+          {row, start + token, std::min(tokens_per_tile, query_len - token), p.seq_lens[row] - query_len + token});
   }
   return tiles;
 }

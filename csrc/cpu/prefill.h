@@ -23,8 +23,8 @@ inline int64_t prefill_scratch_floats(int64_t max_rows, int64_t head_dim) {
 
 // Attends the queries of a tile, those of one kv head, and writes out and lse. `scratch` has prefill_scratch_floats
 // floats for at least the tile's rows, at an address that is a multiple of 64.
-KVPAGER_DECLARE_PER_ISA(template <class T, class C>
-                        void attend_tile(const AttentionParams<T, C>& params, const PrefillTile& tile,
-                                         int64_t kv_head, float* scratch))
+KVPAGER_DECLARE_PER_ISA(template <class T, class C> void attend_tile(const AttentionParams<T, C>& params,
+                                                                     const PrefillTile& tile, int64_t kv_head,
+                                                                     float* scratch))
 
 }  // namespace kvpager::cpu

@@ -96,7 +96,7 @@ class TileWorker {
 
   void start() {
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t head = kv_head * group + row % group;                          // < H
+      const int64_t head = kv_head * group + row % group;                  // < H
       const T* source = p.query.at(tile.first_token + row / group, head);  // tokens of a tile are < num_tokens
       for (int64_t unit = 0; unit < depth; unit += kWidth) store(query + row * depth + unit, units_of(source, unit));
       memset(sums + row * width, 0, width * sizeof(float));
