@@ -4,6 +4,7 @@
 //! O(blocks used so far + table entries) time and memory.
 
 use crate::manager::BlockManager;
+use crate::pool::HELD;
 use crate::sequence::{Sequence, UNCHANGED, VACANT};
 use crate::{BlockId, SequenceId};
 
@@ -87,7 +88,13 @@ impl BlockManager {
             }
         }
         for (block, holders) in recount.holders.iter_mut().enumerate() {
-            *holders += u32::from(self.pool.held[block]);
+            *holders += u32::from(self.pool.has(block as BlockId, HELD));
+        }
+        for &block in self.pins.blocks_of.values().flatten() {
+            match recount.holders.get_mut(block as usize) {
+                Some(holders) => *holders += 1,
+                None => faults.push(format!("pins: block {block} was never handed out")),
+            }
         }
     }
 
@@ -139,15 +146,15 @@ impl BlockManager {
                 None => faults.push(format!("free list: block {block} was never handed out")),
             }
         }
-        let fenced: Vec<BlockId> = self.pool.fenced.iter(&self.pool.links).collect();
+        let fenced: Vec<BlockId> = self.pool.fences.list.iter(&self.pool.links).collect();
         for &block in &fenced {
             match recount.fenced.get_mut(block as usize) {
                 Some(count) => *count += 1,
                 None => faults.push(format!("fenced list: block {block} was never handed out")),
             }
         }
-        if fenced.len() != self.pool.fenced.len() as usize {
-            let (found, counted) = (fenced.len(), self.pool.fenced.len());
+        if fenced.len() != self.pool.fences.list.len() as usize {
+            let (found, counted) = (fenced.len(), self.pool.fences.list.len());
             faults.push(format!("fenced list: {found} blocks linked, {counted} counted"));
         }
     }
@@ -171,7 +178,7 @@ impl BlockManager {
             if holders != 1 {
                 faults.push(format!("{pair}: the destination has {holders} holders, not 1"));
             }
-            if self.pool.held[destination as usize] {
+            if self.pool.has(destination, HELD) {
                 faults.push(format!("{pair}: the destination is held by a caller"));
             }
             if recount.pins[destination as usize] > 0 {
@@ -254,7 +261,7 @@ impl BlockManager {
             .collect();
         ids.sort_unstable();
         let mut owners: Vec<String> = ids.iter().map(|id| format!("sequence {id}")).collect();
-        if self.pool.held.get(block as usize) == Some(&true) {
+        if self.pool.flags.get(block as usize).is_some_and(|flags| flags & HELD != 0) {
             owners.push("a caller".to_owned());
         }
         if owners.is_empty() { String::new() } else { format!(" ({})", owners.join(", ")) }
@@ -319,7 +326,7 @@ mod tests {
     #[test]
     fn caller_and_sequence_own_one_block() {
         let mut manager = sound();
-        manager.pool.held[2] = true;
+        manager.pool.flags[2] |= HELD;
         assert_named(&manager, "block 2: double owner: ref count 1, but 2 holders (sequence 2, a caller)");
     }
 
@@ -396,7 +403,7 @@ mod tests {
         assert_named(&manager, "block 0: 0 pins, but 1 owed copies read it");
 
         let mut manager = owing();
-        manager.pool.held[1] = true;
+        manager.pool.flags[1] |= HELD;
         assert_named(&manager, "owed copy 0 → 1: the destination has 2 holders, not 1");
 
         let mut manager = owing();
@@ -415,7 +422,7 @@ mod tests {
     #[test]
     fn links_in_a_circle() {
         let mut manager = owing();
-        manager.pool.fenced.push_back(&mut manager.pool.links, 0);
+        manager.pool.fences.list.push_back(&mut manager.pool.links, 0);
         assert!(!manager.invariants_ok());
     }
 

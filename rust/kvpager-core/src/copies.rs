@@ -65,7 +65,7 @@ impl CopyLedger {
         while self.destinations.pop_front(&mut pool.links).is_some() {}
         for &(source, destination) in &pairs {
             self.source_plus_one[destination as usize] = 0;
-            pool.pins[source as usize] = 0;
+            pool.source_taken(source);
         }
         pool.release_fenced();
         pairs

@@ -27,18 +27,31 @@ pub enum Error {
     },
 
     /// The pool can't hand out the blocks that the call needs.
-    #[error("need {needed} blocks, {free} free of {total}{}", OutOfBlocksDetail { fenced: *fenced, row: *row })]
+    #[error(
+        "need {needed} blocks{}, {free} free of {total}{}",
+        OfThem(*watermark),
+        OutOfBlocksDetail { fenced: *fenced, row: *row }
+    )]
     OutOfBlocks {
-        /// Blocks the whole call would take.
+        /// Blocks the whole call would take, and the watermark.
         needed: u64,
-        /// Blocks that could be handed out when it was made.
+        /// Blocks that could be handed out when it was made: free or cached, without those that the call itself hits.
         free: u64,
-        /// Blocks without a holder that an untaken copy still reads.
+        /// Blocks without a holder that an untaken copy or work in flight may still touch.
         fenced: u64,
         /// Blocks in the pool.
         total: u64,
         /// First row of a batched call that lacks a block; `None` for a call on one sequence.
         row: Option<usize>,
+        /// Blocks among those needed that an admission leaves to running sequences; 0 for any other call.
+        watermark: u64,
+    },
+
+    /// The sequence can never fit, however long one waits.
+    #[error("{reason}")]
+    SequenceTooLong {
+        /// How long it is, and what there is.
+        reason: String,
     },
 
     /// The id names no sequence: never created, or released.
@@ -53,13 +66,6 @@ pub enum Error {
     DuplicateSequence {
         /// The id that exists.
         sequence_id: SequenceId,
-    },
-
-    /// More tokens than there can ever be room for.
-    #[error("{reason}")]
-    SequenceTooLong {
-        /// How many tokens, and what bounds them.
-        reason: String,
     },
 
     /// The call is well-formed but not allowed in the present state.
@@ -77,7 +83,16 @@ pub enum Error {
     },
 }
 
-/// The optional parts of the out-of-blocks message.
+/// The watermark in the out-of-blocks message.
+struct OfThem(u64);
+
+impl std::fmt::Display for OfThem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0 > 0 { write!(f, " ({} of them the watermark)", self.0) } else { Ok(()) }
+    }
+}
+
+/// The optional parts at the end of the out-of-blocks message.
 struct OutOfBlocksDetail {
     fenced: u64,
     row: Option<usize>,
@@ -111,13 +126,17 @@ mod tests {
 
     #[test]
     fn wording() {
-        let plain = Error::OutOfBlocks { needed: 3, free: 1, fenced: 0, total: 64, row: None };
+        let plain = Error::OutOfBlocks { needed: 3, free: 1, fenced: 0, total: 64, row: None, watermark: 0 };
         assert_eq!(plain.to_string(), "need 3 blocks, 1 free of 64");
-        let full = Error::OutOfBlocks { needed: 3, free: 1, fenced: 2, total: 64, row: Some(7) };
+        let full =
+            Error::OutOfBlocks { needed: 3, free: 1, fenced: 2, total: 64, row: Some(7), watermark: 0 };
         assert_eq!(
             full.to_string(),
             "need 3 blocks, 1 free of 64 (2 fenced); row 7 is the first that lacks one"
         );
+        let admission =
+            Error::OutOfBlocks { needed: 5, free: 3, fenced: 1, total: 8, row: None, watermark: 2 };
+        assert_eq!(admission.to_string(), "need 5 blocks (2 of them the watermark), 3 free of 8 (1 fenced)");
         let argument = Error::argument("num_tokens", "0 to 5 tokens", 6);
         assert_eq!(argument.to_string(), "`num_tokens`: wanted 0 to 5 tokens, got 6");
         assert_eq!(Error::UnknownSequence { sequence_id: 7 }.to_string(), "no sequence with id 7");

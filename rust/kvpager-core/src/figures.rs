@@ -4,10 +4,11 @@
 
 use rustc_hash::FxHashMap;
 
+use crate::pool::INDEXED;
 use crate::{BlockId, BlockManager, Result, SequenceId, Stats};
 
 impl BlockManager {
-    /// Blocks that can be handed out now. O(1).
+    /// Blocks that can be handed out now: free and cached ones. O(1).
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};
@@ -18,7 +19,7 @@ impl BlockManager {
     /// ```
     #[must_use]
     pub fn num_free_blocks(&self) -> u32 {
-        self.pool.num_free()
+        self.pool.num_available()
     }
 
     /// Sequences that exist. O(1).
@@ -35,7 +36,8 @@ impl BlockManager {
         self.sequences.len()
     }
 
-    /// The free blocks in the order of hand-out, for people and lessons. O(N).
+    /// The blocks that can be handed out, in the order of hand-out, for people and lessons: the free ones, then the
+    /// cached ones as they would be evicted. O(N).
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};
@@ -69,17 +71,23 @@ impl BlockManager {
         Stats {
             num_blocks: u64::from(self.config.num_blocks()),
             live: u64::from(self.pool.live),
-            cached: 0,
+            cached: u64::from(self.pool.cached.len()),
             fenced: u64::from(self.pool.num_fenced()),
             free: u64::from(self.pool.num_free()),
             num_sequences: self.sequences.len() as u64,
             num_copies: self.copies.num_owed_ever,
             peak_live: u64::from(self.pool.peak_live),
+            indexed: u64::from(self.pool.index.num_nodes),
+            pinned: self.pins.num_pins.len() as u64,
+            num_hit_tokens: self.hits.num_hit_tokens,
+            num_queried_tokens: self.hits.num_queried_tokens,
+            num_resumed_tokens: self.hits.num_resumed_tokens,
+            num_evictions: self.pool.num_evictions,
         }
     }
 
     /// Token positions of live blocks that hold no token, each physical block once, whoever fills it furthest; a block
-    /// held by a caller holds none. O(table entries).
+    /// held by a caller holds none, one that is indexed is full. O(table entries + pinned blocks).
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};
@@ -97,14 +105,20 @@ impl BlockManager {
         for sequence in self.sequences.iter() {
             let mut remaining = sequence.length;
             for &block in &*sequence.table {
-                let filled = remaining.min(block_size);
-                remaining -= filled;
+                let in_row = remaining.min(block_size);
+                remaining -= in_row;
+                let filled = if self.pool.has(block, INDEXED) { block_size } else { in_row };
                 if self.pool.ref_count(block) == 1 {
                     num_filled += filled;
                 } else {
                     let most = shared.entry(block).or_default();
                     *most = filled.max(*most);
                 }
+            }
+        }
+        for &block in self.pins.num_pins.keys() {
+            if self.pool.has(block, INDEXED) {
+                shared.insert(block, block_size);
             }
         }
         num_filled += shared.values().sum::<u64>();

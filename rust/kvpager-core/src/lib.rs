@@ -57,26 +57,42 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod admission;
 mod append;
 mod audit;
+mod chain;
+mod commit;
 pub mod config;
 mod copies;
 pub mod error;
+mod eviction;
+mod fences;
 mod figures;
+mod hash;
+mod index;
+pub mod info;
+mod keys;
 mod links;
 mod lookup;
 pub mod manager;
+pub mod pins;
 mod pool;
 mod sequence;
 pub mod stats;
 
-pub use config::Config;
+pub use admission::{Admission, Item, Prompt};
+pub use config::{Config, EvictionPolicy};
 pub use error::{Error, Result};
+pub use info::{BlockInfo, BlockState};
 pub use manager::BlockManager;
+pub use pins::PinId;
 pub use stats::Stats;
 
 /// A physical block: an index into the pool, below 2³¹ so that an int32 table can hold it.
 pub type BlockId = u32;
+
+/// A token of a vocabulary, 0 to 2³¹ − 1 so that an int32 tensor can hold it.
+pub type TokenId = u32;
 
 /// The caller's name of a sequence, at most 2⁶³ − 1 so that an int64 tensor can hold it.
 pub type SequenceId = u64;

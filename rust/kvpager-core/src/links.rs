@@ -62,6 +62,15 @@ impl List {
         self.len -= 1;
     }
 
+    pub(crate) fn first(&self) -> Option<BlockId> {
+        (self.first != END).then_some(self.first)
+    }
+
+    /// The block behind one that is in a list.
+    pub(crate) fn after(links: &Links, block: BlockId) -> Option<BlockId> {
+        Some(links.next[block as usize]).filter(|&next| next != END)
+    }
+
     pub(crate) fn pop_front(&mut self, links: &mut Links) -> Option<BlockId> {
         if self.first == END {
             return None;

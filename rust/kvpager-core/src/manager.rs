@@ -1,14 +1,17 @@
 //! The public face: one manager of one pool. It owns the pool, the table of sequences and the ledger of copies, and
 //! changes them together. Here: sequences come, fork, shrink and go, and blocks are held outside of them. The appends
-//! stand in `append`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
+//! stand in `append`, prompts in `admission`, commits in `commit`, pins in `pins`, epochs in `fences`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
 //!
 //! Each method says what it costs, what it refuses, and has an example that runs.
 
+use crate::admission::Matching;
 use crate::append::Scratch;
 use crate::config::MAX_SEQUENCE_ID;
 use crate::copies::CopyLedger;
-use crate::pool::Pool;
+use crate::pins::Pins;
+use crate::pool::{HELD, Pool};
 use crate::sequence::SequenceTable;
+use crate::stats::Hits;
 use crate::{BlockId, Config, Error, Result, SequenceId};
 
 /// Maps the tokens of many sequences to the blocks of one pool. See the [crate] documentation for the design.
@@ -18,11 +21,15 @@ pub struct BlockManager {
     pub(crate) pool: Pool,
     pub(crate) copies: CopyLedger,
     pub(crate) sequences: SequenceTable,
+    pub(crate) pins: Pins,
+    pub(crate) hits: Hits,
     pub(crate) scratch: Scratch,
+    pub(crate) matching: Matching,
 }
 
 impl BlockManager {
-    /// An empty pool of the given shape. Touches O(1) memory; 25 bytes a block are reserved.
+    /// An empty pool of the given shape. Touches O(1) memory. At most 96 bytes a block are reserved, 25 without the
+    /// index, and 4·S for the token ids of the index.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no memory for the bookkeeping.
@@ -39,7 +46,10 @@ impl BlockManager {
             pool: Pool::new(&config)?,
             copies: CopyLedger::new(config.num_blocks()),
             sequences: SequenceTable::default(),
+            pins: Pins::default(),
+            hits: Hits::default(),
             scratch: Scratch::default(),
+            matching: Matching::default(),
         })
     }
 
@@ -71,7 +81,8 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn create_sequence(&mut self, sequence_id: SequenceId) -> Result<()> {
-        self.check_new_id(sequence_id, "sequence_id")?;
+        self.check_id(sequence_id, "sequence_id")?;
+        self.check_new(sequence_id)?;
         self.sequences.insert(sequence_id);
         Ok(())
     }
@@ -97,6 +108,8 @@ impl BlockManager {
     pub fn release_sequence(&mut self, sequence_id: SequenceId) -> Result<()> {
         let row = self.sequences.find(sequence_id)?;
         self.give_back(row, 0);
+        let namespace = self.sequences.chains[row as usize].namespace;
+        self.pool.index.namespaces.release(namespace);
         self.sequences.remove(row);
         Ok(())
     }
@@ -127,6 +140,7 @@ impl BlockManager {
         let sequence = &mut self.sequences.rows[row as usize];
         sequence.length = n;
         sequence.open = 0; // the new tail may be shared
+        self.sequences.chains[row as usize].truncate(n, self.config.block_size());
         Ok(())
     }
 
@@ -156,7 +170,8 @@ impl BlockManager {
         num_tokens: Option<u64>,
     ) -> Result<()> {
         let parent_row = self.sequences.find(parent)? as usize;
-        self.check_new_id(child, "child")?;
+        self.check_id(child, "child")?;
+        self.check_new(child)?;
         let parent_length = self.sequences.rows[parent_row].length;
         let num_tokens = num_tokens.unwrap_or(parent_length);
         if num_tokens > parent_length {
@@ -164,6 +179,7 @@ impl BlockManager {
         }
         let num_shared = self.config.blocks_for(num_tokens) as usize;
         self.check_no_copy_owed(parent, &self.sequences.rows[parent_row].table[..num_shared])?;
+        self.check_all_computed(parent_row as u32, num_shared)?;
 
         let child_row = self.sequences.insert(child) as usize;
         let [source, sequence] = self.sequences.pair(parent_row, child_row);
@@ -173,31 +189,10 @@ impl BlockManager {
         for &block in &*sequence.table {
             self.pool.share(block);
         }
+        let [parent_chain, chain] = self.sequences.pair_of_chains(parent_row, child_row);
+        chain.fork_from(parent_chain, num_tokens, self.config.block_size());
+        self.pool.index.namespaces.share(chain.namespace);
         Ok(())
-    }
-
-    /// Says that the keys and values of the first `n` tokens are written. Without a prefix index every token
-    /// counts as computed when it is appended, so this only checks. O(1).
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`]; [`Error::Argument`] unless `n` is the length.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_token(1)?;
-    /// manager.commit(1, 1)?;
-    /// assert!(manager.commit(1, 2).is_err());
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn commit(&self, sequence_id: SequenceId, n: u64) -> Result<()> {
-        let length = self.sequences.get(sequence_id)?.length;
-        // From the computed tokens to the length: here the two are one.
-        if n == length {
-            return Ok(());
-        }
-        Err(Error::argument("n", format!("the {length} tokens of the sequence"), n))
     }
 
     /// Hands over the owed copies as `(source, destination)` pairs, oldest first, and forgets them. To be run before
@@ -235,11 +230,11 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn allocate_block(&mut self) -> Result<BlockId> {
-        if self.pool.num_free() == 0 {
+        if self.pool.num_available() == 0 {
             return Err(self.pool.out_of_blocks(1, None));
         }
         let block = self.pool.take();
-        self.pool.held[block as usize] = true;
+        self.pool.flags[block as usize] |= HELD;
         Ok(block)
     }
 
@@ -259,9 +254,10 @@ impl BlockManager {
     /// ```
     pub fn free_block(&mut self, block: BlockId) -> Result<()> {
         self.check_block(block)?;
-        if !std::mem::take(&mut self.pool.held[block as usize]) {
+        if !self.pool.has(block, HELD) {
             return Err(Error::State { reason: format!("block {block} is not held by a caller") });
         }
+        self.pool.flags[block as usize] &= !HELD;
         self.pool.drop_ref(block);
         Ok(())
     }
@@ -285,17 +281,21 @@ impl BlockManager {
 
     // ---- shared steps ----------------------------------------------------------------------------------------------
 
-    fn check_new_id(&self, sequence_id: SequenceId, argument: &'static str) -> Result<()> {
+    pub(crate) fn check_id(&self, sequence_id: SequenceId, argument: &'static str) -> Result<()> {
         if sequence_id > MAX_SEQUENCE_ID {
             return Err(Error::argument(argument, "an id in 0..2^63-1", sequence_id));
         }
+        Ok(())
+    }
+
+    pub(crate) fn check_new(&self, sequence_id: SequenceId) -> Result<()> {
         if self.sequences.contains(sequence_id) {
             return Err(Error::DuplicateSequence { sequence_id });
         }
         Ok(())
     }
 
-    fn check_block(&self, block: BlockId) -> Result<()> {
+    pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
         let last = self.config.num_blocks() - 1;
         if block > last {
             return Err(Error::argument("block_id", format!("a block in 0..{last}"), block));
@@ -317,6 +317,22 @@ impl BlockManager {
             }
         }
         Ok(())
+    }
+
+    /// With the index, a fork would read what is not written if a shared block held an uncommitted position.
+    fn check_all_computed(&self, row: u32, num_shared: usize) -> Result<()> {
+        let sequence = &self.sequences.rows[row as usize];
+        let computed = self.computed(row);
+        let shared = (num_shared as u64).saturating_mul(self.config.block_size());
+        if sequence.length.min(shared) <= computed {
+            return Ok(());
+        }
+        let block = sequence.table[(computed / self.config.block_size()) as usize];
+        let reason = format!(
+            "sequence {} can't be forked here: block {block} holds tokens that are not committed",
+            sequence.id
+        );
+        Err(Error::State { reason })
     }
 
     /// Gives back the blocks of a row from logical block `keep` on, last first. Sources of copies that are dropped with

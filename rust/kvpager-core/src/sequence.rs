@@ -1,7 +1,8 @@
 //! The table of sequences: ids, lengths, block tables.
 //!
 //! A sequence lives in a *row* of a slab; the id is hashed once per call to find the row, and everything after that is
-//! by row. Rows of released sequences are used again, together with the memory of their block tables.
+//! by row. What an append needs is one cache line, what the index and token ids need stands beside it under the same
+//! row, in a [`Chain`]. Rows of released sequences are used again, together with the memory of their tables and ids.
 //!
 //! Costs: create, look up and remove are O(1).
 
@@ -9,6 +10,7 @@ use std::ops::Deref;
 
 use rustc_hash::FxHashMap;
 
+use crate::chain::Chain;
 use crate::{BlockId, Error, Result, SequenceId, Slot};
 
 /// A released row keeps the memory of its block table up to this many entries (16 KiB), so that a server that creates
@@ -123,6 +125,8 @@ impl Sequence {
 pub(crate) struct SequenceTable {
     pub(crate) row_of: FxHashMap<SequenceId, u32>,
     pub(crate) rows: Vec<Sequence>,
+    /// Of each row.
+    pub(crate) chains: Vec<Chain>,
     pub(crate) vacant: Vec<u32>,
 }
 
@@ -164,10 +168,17 @@ impl SequenceTable {
         rows.expect("two different rows of the table")
     }
 
+    /// What two different rows know of their tokens.
+    pub(crate) fn pair_of_chains(&mut self, first: usize, second: usize) -> [&mut Chain; 2] {
+        let chains = self.chains.get_disjoint_mut([first, second]);
+        chains.expect("two different rows of the table")
+    }
+
     /// Makes an empty sequence under an id that the caller has found to be new.
     pub(crate) fn insert(&mut self, sequence_id: SequenceId) -> u32 {
         let row = self.vacant.pop().unwrap_or_else(|| {
             self.rows.push(Sequence::vacant(BlockTable::new(Vec::new())));
+            self.chains.push(Chain::default());
             self.rows.len() as u32 - 1
         });
         self.rows[row as usize].id = sequence_id;
@@ -175,7 +186,7 @@ impl SequenceTable {
         row
     }
 
-    /// Forgets the sequence in `row`, whose blocks the caller has given back.
+    /// Forgets the sequence in `row`, whose blocks and namespace the caller has given back.
     pub(crate) fn remove(&mut self, row: u32) {
         let sequence = &mut self.rows[row as usize];
         self.row_of.remove(&sequence.id);
@@ -183,6 +194,7 @@ impl SequenceTable {
         entries.clear();
         entries.shrink_to(KEPT_TABLE_ENTRIES);
         *sequence = Sequence::vacant(BlockTable::new(entries));
+        self.chains[row as usize].clear();
         self.vacant.push(row);
     }
 

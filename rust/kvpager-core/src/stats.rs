@@ -7,11 +7,11 @@ pub struct Stats {
     pub num_blocks: u64,
     /// Blocks with at least one holder.
     pub live: u64,
-    /// Blocks without a holder whose content the prefix index can still find. Without an index there are none.
+    /// Blocks without a holder whose content the prefix index can still find; they are handed out by eviction.
     pub cached: u64,
-    /// Blocks without a holder that an untaken copy still reads.
+    /// Blocks without a holder that an untaken copy reads or, with fences, work in flight may still touch.
     pub fenced: u64,
-    /// Blocks that can be handed out now.
+    /// The rest: blocks that are handed out first.
     pub free: u64,
     /// Sequences that exist.
     pub num_sequences: u64,
@@ -19,4 +19,24 @@ pub struct Stats {
     pub num_copies: u64,
     /// The most blocks that were live at once.
     pub peak_live: u64,
+    /// Blocks that the prefix index names, whatever their state.
+    pub indexed: u64,
+    /// Blocks that a pin holds, each once.
+    pub pinned: u64,
+    /// Tokens that admissions found computed, resumed ones aside.
+    pub num_hit_tokens: u64,
+    /// Tokens of the prompts of those admissions.
+    pub num_queried_tokens: u64,
+    /// Tokens that resumed admissions found computed.
+    pub num_resumed_tokens: u64,
+    /// Cached blocks that were handed out for other content.
+    pub num_evictions: u64,
+}
+
+/// What admissions found, since the manager was made.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Hits {
+    pub(crate) num_hit_tokens: u64,
+    pub(crate) num_queried_tokens: u64,
+    pub(crate) num_resumed_tokens: u64,
 }

@@ -68,7 +68,7 @@ impl Model {
 
     fn out_of_blocks(&self, needed: u64, row: Option<usize>) -> Error {
         let (free, fenced) = (self.free.len() as u64, self.fenced.len() as u64);
-        Error::OutOfBlocks { needed, free, fenced, total: self.num_blocks, row }
+        Error::OutOfBlocks { needed, free, fenced, total: self.num_blocks, row, watermark: 0 }
     }
 
     /// The holders of `blocks` are gone, in this order: what nobody holds any more becomes fenced, and what no untaken

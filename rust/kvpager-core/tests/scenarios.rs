@@ -233,7 +233,10 @@ fn b035_copy_on_write_with_no_free_block() {
     admit(&mut manager, 1, 6);
     manager.fork_sequence(1, 2, None).unwrap();
     let refused = manager.append_token(2);
-    assert_eq!(refused, Err(Error::OutOfBlocks { needed: 1, free: 0, fenced: 0, total: 2, row: None }));
+    assert_eq!(
+        refused,
+        Err(Error::OutOfBlocks { needed: 1, free: 0, fenced: 0, total: 2, row: None, watermark: 0 })
+    );
     assert_eq!(manager.sequence_length(2), Ok(6));
     assert_eq!(ref_counts(&manager, &[0, 1]), [2, 2]);
     assert_eq!(manager.clone().take_copies(), []);

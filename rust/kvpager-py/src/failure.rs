@@ -54,8 +54,8 @@ fn refused(error: Error) -> PyErr {
     match error {
         Error::Config { reason } => classes::ConfigError::new_err(reason),
         Error::Argument { argument, wanted, got } => argument_error(argument, &wanted, got),
-        Error::OutOfBlocks { needed, free, fenced, total, row } => {
-            classes::OutOfBlocksError::new_err((needed, free, fenced, total, row))
+        Error::OutOfBlocks { needed, free, fenced, total, row, watermark } => {
+            classes::OutOfBlocksError::new_err((needed, free, fenced, total, row, watermark))
         }
         Error::UnknownSequence { sequence_id } => classes::UnknownSequenceError::new_err((sequence_id,)),
         Error::DuplicateSequence { sequence_id } => classes::DuplicateSequenceError::new_err((sequence_id,)),

@@ -278,7 +278,7 @@ impl KVBlockManager {
                 Ok(target) => target,
                 Err(about_out) => {
                     // What is wrong with the batch itself is said first.
-                    self.call(py, 0, |manager| manager.settle_batch(ids, kept_counts))?;
+                    self.call(py, 0, |manager| manager.settle_batch(ids, kept_counts, None))?;
                     return Err(about_out);
                 }
             };

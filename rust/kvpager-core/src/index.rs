@@ -1,0 +1,283 @@
+//! The prefix index: which cached content lies in which block. Exact, whatever the hash does.
+//!
+//! A node is a block: its parent (the node of the block before it, or the root of a namespace), its S token ids and its
+//! extra keys. A hit compares all of them; the 128-bit chain hash only finds the candidate. Nodes are found through an
+//! open-addressing table of 8-byte entries, 32 bits of the hash as a tag and the block, at most half full; the home of
+//! an entry follows from its tag, so that backward-shift deletion reads nothing else and leaves no tombstone.
+//!
+//! Invariants:
+//! * ids of nodes and of namespaces come from one counter and are never used again, so a child can't be reached through
+//!   a parent that was dropped and replaced;
+//! * a node's parent is in the index as long as it is: only nodes without children are dropped (a whole reset aside);
+//! * `num_children` of a node counts the nodes that name it as their parent, `num_users` of a namespace the first blocks
+//!   and the sequences in it;
+//! * the tokens of block b are `tokens[b·S..][..S]`, written once when it enters.
+//!
+//! Costs: find and insert O(S) and one or two cache misses, remove O(1); nothing is allocated after creation but for
+//! new keys. 64 bytes a block, and 4·S for the tokens.
+
+use crate::hash::{Hash, Hasher};
+use crate::keys::{Interner, NO_KEY};
+use crate::{BlockId, Config, TokenId};
+
+/// Bytes of bookkeeping for each block, without its tokens: the node and two entries of the table.
+pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Node>() + 2 * size_of::<u64>();
+
+/// Marks a parent that is a namespace, not a block (whose ids have 31 bits).
+const NAMESPACE: u32 = 1 << 31;
+
+/// The id of the namespace without salt and adapter.
+const DEFAULT_ROOT: u64 = 1;
+
+/// What the index knows of a block.
+#[derive(Clone, Debug)]
+pub(crate) struct Node {
+    pub(crate) hash: Hash,
+    /// Never used again; 0 says that the block is not in the index.
+    pub(crate) id: u64,
+    pub(crate) parent_id: u64,
+    /// The parent's block, or [`NAMESPACE`] and the slot of the namespace.
+    pub(crate) parent_place: u32,
+    pub(crate) num_children: u32,
+    /// Slot of the extra keys.
+    pub(crate) key: u32,
+}
+
+impl Node {
+    const VACANT: Self =
+        Self { hash: [0, 0], id: 0, parent_id: 0, parent_place: 0, num_children: 0, key: NO_KEY };
+}
+
+/// Where a chain stands: the node that the next block would be a child of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Parent {
+    pub(crate) hash: Hash,
+    id: u64,
+    place: u32,
+}
+
+/// Where a node that was not found would enter the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gap(usize);
+
+/// See the module header. Without prefix caching all arrays are empty.
+#[derive(Clone, Debug)]
+pub(crate) struct Index {
+    /// As far as blocks have been indexed; later ones are vacant.
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) tokens: Vec<TokenId>,
+    /// `tag << 32 | block + 1`, 0 for empty.
+    table: Vec<u64>,
+    block_size: usize,
+    pub(crate) num_nodes: u32,
+    next_id: u64,
+    pub(crate) hasher: Hasher,
+    pub(crate) namespaces: Interner,
+    pub(crate) item_keys: Interner,
+}
+
+impl Index {
+    /// The caller has found that there is memory.
+    pub(crate) fn new(config: &Config) -> Self {
+        let num_blocks = if config.prefix_caching() { config.num_blocks() as usize } else { 0 };
+        let block_size = if num_blocks > 0 { config.block_size() as usize } else { 0 };
+        let hasher = Hasher::new(config.hash_seed(), config.has_constant_hash());
+        Self {
+            nodes: Vec::with_capacity(num_blocks),
+            tokens: vec![0; num_blocks * block_size],
+            table: vec![0; num_blocks * 2],
+            block_size,
+            num_nodes: 0,
+            next_id: DEFAULT_ROOT + 1,
+            hasher,
+            namespaces: Interner::new(hasher.bytes(b""), DEFAULT_ROOT),
+            item_keys: Interner::new([0, 0], 0),
+        }
+    }
+
+    /// The root of a namespace in use.
+    #[inline]
+    pub(crate) fn root(&self, namespace: u32) -> Parent {
+        let entry = &self.namespaces.entries[namespace as usize];
+        Parent { hash: entry.hash, id: entry.id, place: NAMESPACE | namespace }
+    }
+
+    /// An indexed block as a parent.
+    #[inline]
+    pub(crate) fn parent(&self, block: BlockId) -> Parent {
+        let node = &self.nodes[block as usize];
+        Parent { hash: node.hash, id: node.id, place: block }
+    }
+
+    /// The chain hash of a block under `parent`, whose extra keys have the hash `key`.
+    #[inline]
+    pub(crate) fn chain(&self, parent: &Parent, token_ids: &[TokenId], key: Hash) -> Hash {
+        self.hasher.chain(parent.hash, token_ids, key)
+    }
+
+    #[inline]
+    pub(crate) fn is_leaf(&self, block: BlockId) -> bool {
+        self.nodes[block as usize].num_children == 0
+    }
+
+    fn tokens_of(&self, block: BlockId) -> &[TokenId] {
+        &self.tokens[block as usize * self.block_size..][..self.block_size]
+    }
+
+    /// The block that holds exactly this content after exactly this parent, or where its node would go.
+    #[inline]
+    pub(crate) fn find(
+        &self,
+        parent: &Parent,
+        hash: Hash,
+        token_ids: &[TokenId],
+        key: u32,
+    ) -> Result<BlockId, Gap> {
+        let tag = tag(hash);
+        let mut at = self.home(tag);
+        loop {
+            let entry = self.table[at];
+            if entry == 0 {
+                return Err(Gap(at));
+            }
+            if (entry >> 32) as u32 == tag {
+                let block = entry as u32 - 1;
+                let node = &self.nodes[block as usize];
+                if node.hash == hash
+                    && node.parent_id == parent.id
+                    && node.key == key
+                    && self.tokens_of(block) == token_ids
+                {
+                    return Ok(block);
+                }
+            }
+            at = self.after(at);
+        }
+    }
+
+    /// Makes `block` a node at a gap that [`find`](Self::find) has just found for the same content. A user of the key
+    /// `key` is handed over with it.
+    #[inline]
+    pub(crate) fn insert(
+        &mut self,
+        gap: Gap,
+        block: BlockId,
+        parent: &Parent,
+        hash: Hash,
+        token_ids: &[TokenId],
+        key: u32,
+    ) -> Parent {
+        let at = block as usize;
+        if at >= self.nodes.len() {
+            self.nodes.resize(at + 1, Node::VACANT);
+        }
+        if parent.place & NAMESPACE == 0 {
+            self.nodes[parent.place as usize].num_children += 1;
+        } else {
+            self.namespaces.share(parent.place & !NAMESPACE);
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.nodes[at] =
+            Node { hash, id, parent_id: parent.id, parent_place: parent.place, num_children: 0, key };
+        self.tokens[at * self.block_size..][..self.block_size].copy_from_slice(token_ids);
+        self.table[gap.0] = u64::from(tag(hash)) << 32 | u64::from(block + 1);
+        self.num_nodes += 1;
+        Parent { hash, id, place: block }
+    }
+
+    /// Drops the node of `block`, which has no children.
+    pub(crate) fn remove(&mut self, block: BlockId) {
+        let Node { hash, parent_place, num_children, key, .. } =
+            std::mem::replace(&mut self.nodes[block as usize], Node::VACANT);
+        debug_assert_eq!(num_children, 0, "block {block} has children");
+        if parent_place & NAMESPACE == 0 {
+            self.nodes[parent_place as usize].num_children -= 1;
+        } else {
+            self.namespaces.release(parent_place & !NAMESPACE);
+        }
+        self.item_keys.release(key);
+        self.num_nodes -= 1;
+
+        let mut gap = self.home(tag(hash));
+        while self.table[gap] as u32 != block + 1 {
+            gap = self.after(gap);
+        }
+        // Entries behind the gap move up where that brings them nearer to their homes.
+        let len = self.table.len();
+        let mut at = gap;
+        loop {
+            at = self.after(at);
+            let entry = self.table[at];
+            if entry == 0 {
+                break;
+            }
+            let home = self.home((entry >> 32) as u32);
+            let distance = |to: usize, from: usize| if to >= from { to - from } else { to + len - from };
+            if distance(at, home) >= distance(at, gap) {
+                self.table[gap] = entry;
+                gap = at;
+            }
+        }
+        self.table[gap] = 0;
+    }
+
+    /// Drops every node; `num_users` of namespaces and keys fall accordingly. O(nodes ever made + table).
+    pub(crate) fn clear(&mut self) {
+        for node in &mut self.nodes {
+            if node.id == 0 {
+                continue;
+            }
+            if node.parent_place & NAMESPACE != 0 {
+                self.namespaces.release(node.parent_place & !NAMESPACE);
+            }
+            self.item_keys.release(node.key);
+            *node = Node::VACANT;
+        }
+        self.table.fill(0);
+        self.num_nodes = 0;
+    }
+
+    /// The slot of a namespace, with one user more.
+    pub(crate) fn acquire_namespace(&mut self, bytes: &[u8]) -> u32 {
+        if bytes.is_empty() {
+            return NO_KEY;
+        }
+        self.namespaces.acquire(self.hasher.bytes(bytes), bytes, &mut self.next_id)
+    }
+
+    /// The slot of a namespace, if any sequence or node is in it.
+    pub(crate) fn find_namespace(&self, bytes: &[u8]) -> Option<u32> {
+        if bytes.is_empty() { Some(NO_KEY) } else { self.namespaces.find(self.hasher.bytes(bytes), bytes) }
+    }
+
+    /// The slot and hash of a block's extra keys, with one user more.
+    pub(crate) fn acquire_key(&mut self, bytes: &[u8]) -> (u32, Hash) {
+        if bytes.is_empty() {
+            return (NO_KEY, [0, 0]);
+        }
+        let hash = self.hasher.bytes(bytes);
+        (self.item_keys.acquire(hash, bytes, &mut self.next_id), hash)
+    }
+
+    /// The slot and hash of a block's extra keys, if a node has them.
+    pub(crate) fn find_key(&self, bytes: &[u8]) -> Option<(u32, Hash)> {
+        if bytes.is_empty() {
+            return Some((NO_KEY, [0, 0]));
+        }
+        let hash = self.hasher.bytes(bytes);
+        Some((self.item_keys.find(hash, bytes)?, hash))
+    }
+
+    fn home(&self, tag: u32) -> usize {
+        ((u64::from(tag) * self.table.len() as u64) >> 32) as usize
+    }
+
+    fn after(&self, at: usize) -> usize {
+        if at + 1 == self.table.len() { 0 } else { at + 1 }
+    }
+}
+
+fn tag(hash: Hash) -> u32 {
+    (hash[0] >> 32) as u32
+}
