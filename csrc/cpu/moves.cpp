@@ -1,4 +1,4 @@
-// The CPU ops that move rows: writing tokens into slots, copying blocks, merging two partial results.
+// The CPU ops that move rows: writing tokens into slots, copying blocks.
 #include <algorithm>
 #include <unordered_set>
 
@@ -44,32 +44,6 @@ void write_kv(const WriteParams<T>& p) {
 template void write_kv(const WriteParams<uint16_t>&);
 template void write_kv(const WriteParams<uint32_t>&);
 template void write_kv(const WriteParams<uint64_t>&);
-
-template <class T>
-void merge_attention(const MergeParams<T>& p) {
-  using A = accumulate_t<T>;
-  torch::stable::parallel_for(0, p.num_tokens, grain_rows(p.num_heads * p.head_dim), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token)
-      for (int64_t head = 0; head < p.num_heads; ++head) {
-        const auto weights = merge_weights<A>(p.lse_a.at(token, head), p.lse_b.at(token, head));
-        // In bounds: all rows are [num_tokens, num_heads, head_dim], checked by merge_params.
-        const T *a = p.out_a.at(token, head), *b = p.out_b.at(token, head);
-        T* out = p.out.at(token, head);
-        for (int64_t d = 0; d < p.head_dim; ++d) {
-          // An empty part is not read: it may hold NaN.
-          const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0),
-                  part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
-          out[d] = narrow<T>(part_a + part_b);
-        }
-        if (p.lse.data) p.lse.at(token, head) = weights.lse;
-      }
-  });
-}
-
-template void merge_attention(const MergeParams<float>&);
-template void merge_attention(const MergeParams<double>&);
-template void merge_attention(const MergeParams<float16>&);
-template void merge_attention(const MergeParams<bfloat16>&);
 
 void check_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_blocks) {
   std::unordered_set<int64_t> sources, destinations;
