@@ -509,7 +509,7 @@ fn count_tokens(num_rows: usize, counts: Option<&[u64]>) -> u64 {
     counts.map_or(num_rows as u64, |counts| counts.iter().fold(0, |sum, &count| sum.saturating_add(count)))
 }
 
-fn check_num_ids(num_tokens: u64, token_ids: &[TokenId]) -> Result<()> {
+pub(crate) fn check_num_ids(num_tokens: u64, token_ids: &[TokenId]) -> Result<()> {
     if token_ids.len() as u64 == num_tokens {
         return Ok(());
     }

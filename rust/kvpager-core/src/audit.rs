@@ -51,6 +51,7 @@ impl BlockManager {
             self.audit_block(block, &recount, &mut faults);
         }
         self.audit_counters(&recount, &mut faults);
+        self.audit_batches(&mut faults);
         faults
     }
 

@@ -34,8 +34,8 @@
 //!
 //! The modules, lowest first: [`config`] and [`error`] are leaves; `links` are lists threaded through arrays; `pool`
 //! decides the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences; `append`
-//! settles and hands out; [`manager`] is the public face, `lookup` and `figures` its reading half; `audit` recounts
-//! everything; [`stats`] are the counters.
+//! settles and hands out; [`batch`] shows a batch step by step; [`manager`] is the public face, `lookup` and `figures`
+//! its reading half; `audit` recounts everything; [`stats`] are the counters.
 //!
 //! # Example
 //!
@@ -60,6 +60,7 @@
 pub mod admission;
 mod append;
 mod audit;
+pub mod batch;
 mod chain;
 mod commit;
 pub mod config;
@@ -81,6 +82,7 @@ mod sequence;
 pub mod stats;
 
 pub use admission::{Admission, Item, Prompt};
+pub use batch::{BatchBuffers, BatchId, BatchMemory, BatchShape, BatchStep};
 pub use config::{Config, EvictionPolicy};
 pub use error::{Error, Result};
 pub use info::{BlockInfo, BlockState};

@@ -6,6 +6,7 @@
 
 use crate::admission::Matching;
 use crate::append::Scratch;
+use crate::batch::Batches;
 use crate::config::MAX_SEQUENCE_ID;
 use crate::copies::CopyLedger;
 use crate::pins::Pins;
@@ -25,6 +26,7 @@ pub struct BlockManager {
     pub(crate) hits: Hits,
     pub(crate) scratch: Scratch,
     pub(crate) matching: Matching,
+    pub(crate) batches: Batches,
 }
 
 impl BlockManager {
@@ -50,6 +52,7 @@ impl BlockManager {
             hits: Hits::default(),
             scratch: Scratch::default(),
             matching: Matching::default(),
+            batches: Batches::default(),
         })
     }
 
@@ -93,7 +96,7 @@ impl BlockManager {
     /// owed into one of its blocks is dropped.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], also for a second release.
+    /// [`Error::UnknownSequence`], also for a second release; [`Error::State`] while it is a row of a batch.
     ///
     /// ```
     /// # use kvpager_core::{BlockManager, Config};
@@ -107,6 +110,7 @@ impl BlockManager {
     /// ```
     pub fn release_sequence(&mut self, sequence_id: SequenceId) -> Result<()> {
         let row = self.sequences.find(sequence_id)?;
+        self.batches.check_free(row, sequence_id)?;
         self.give_back(row, 0);
         let namespace = self.sequences.chains[row as usize].namespace;
         self.pool.index.namespaces.release(namespace);

@@ -87,8 +87,15 @@ impl BlockTable {
         self.changed_from
     }
 
+    /// Says that everything up to now has been seen; returns the mark.
     #[inline]
-    fn mark(&mut self, column: usize) {
+    pub(crate) fn take_mark(&mut self) -> u32 {
+        std::mem::replace(&mut self.changed_from, UNCHANGED)
+    }
+
+    /// Says that the table may have changed from a column on.
+    #[inline]
+    pub(crate) fn mark(&mut self, column: usize) {
         self.changed_from = self.changed_from.min(column as u32);
     }
 }

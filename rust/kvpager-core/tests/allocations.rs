@@ -7,7 +7,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use kvpager_core::{BlockManager, Config, SequenceId, Slot};
+use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, SequenceId, Slot};
 
 struct Counting;
 
@@ -72,4 +72,55 @@ fn a_warm_manager_allocates_nothing() {
     let allocated = NUM_ALLOCATIONS.get() - before;
     // An `OutOfBlocks` error is plain numbers, so even a refused step allocates nothing.
     assert_eq!(allocated, 0);
+}
+
+/// A batch in motion: rows come, decode, prefill, are cut back, copy, run out of blocks, move and go.
+fn decode(
+    manager: &mut BlockManager,
+    batch: BatchId,
+    memory: &mut [BatchMemory; 2],
+    ids: &[SequenceId],
+    counts: &[u64],
+) {
+    let (originals, forks) = ids.split_at(ids.len() / 2);
+    for (&id, &fork) in originals.iter().zip(forks) {
+        manager.create_sequence(id).unwrap();
+        manager.add_to_batch(batch, id).unwrap();
+        manager.fork_sequence(id, fork, None).unwrap();
+        manager.add_to_batch(batch, fork).unwrap();
+    }
+    let mut step = |manager: &mut BlockManager, counts: Option<&[u64]>| {
+        manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), counts, None).is_err()
+    };
+    let num_refused = (0..20).filter(|_| step(manager, None)).count();
+    assert!(num_refused > 0, "the exact demand was counted too");
+    for &id in originals {
+        manager.truncate_sequence(id, 2).unwrap();
+    }
+    assert!(!step(manager, Some(counts)));
+    manager.commit_rows(batch, None, None).unwrap();
+    manager.invalidate_batch(batch).unwrap();
+    for &id in ids {
+        manager.remove_from_batch(batch, id).unwrap();
+        manager.release_sequence(id).unwrap();
+    }
+    step(manager, None);
+}
+
+#[test]
+fn a_warm_batch_allocates_nothing() {
+    let ids: Vec<SequenceId> = (0..16).collect();
+    let counts: Vec<u64> = (0..16).map(|row| row % 3 * (1 - row % 2)).collect();
+    let mut manager = BlockManager::new(Config::new(16 * 2, 4).unwrap()).unwrap();
+    let shape = BatchShape { max_rows: 16, max_blocks: 8, max_tokens: 32, max_changes: 24 };
+    let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
+    let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).unwrap();
+    for _ in 0..20 {
+        decode(&mut manager, batch, &mut memory, &ids, &counts);
+    }
+    let before = NUM_ALLOCATIONS.get();
+    for _ in 0..100 {
+        decode(&mut manager, batch, &mut memory, &ids, &counts);
+    }
+    assert_eq!(NUM_ALLOCATIONS.get() - before, 0);
 }
