@@ -10,9 +10,12 @@ use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyInt, PyList, PyTuple};
 
-use crate::arguments::{COUNT, ID, read_natural, text};
+use kvpager_core::TokenId;
+use kvpager_core::config::MAX_TOKEN_ID;
+
+use crate::arguments::{COUNT, ID, TOKEN_ID, read_natural, read_token_id, text};
 use crate::failure::argument_error;
 
 const READABLE: &str = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints";
@@ -23,6 +26,7 @@ pub(crate) struct Arrays {
     pub(crate) ids: Vec<u64>,
     pub(crate) counts: Vec<u64>,
     pub(crate) slots: Vec<i64>,
+    pub(crate) token_ids: Vec<TokenId>,
     pub(crate) entries: Vec<i32>,
     /// What a buffer holds, before its signs are checked.
     wide: Vec<i64>,
@@ -38,6 +42,72 @@ impl Arrays {
     /// Reads the counts of a batched call.
     pub(crate) fn read_counts(&mut self, counts: &Bound<'_, PyAny>) -> PyResult<()> {
         read_naturals(counts, "counts", COUNT, &mut self.counts, &mut self.wide, &mut self.narrow)
+    }
+
+    /// Reads the lengths of a batched commit, to where counts are read.
+    pub(crate) fn read_lengths(&mut self, ns: &Bound<'_, PyAny>) -> PyResult<()> {
+        read_naturals(ns, "ns", COUNT, &mut self.counts, &mut self.wide, &mut self.narrow)
+    }
+
+    /// Reads token ids.
+    pub(crate) fn read_token_ids(&mut self, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let buffer = open_buffer(token_ids).map_err(|reason| match reason {
+            NoBuffer::Refused(came) => argument_error("token_ids", READABLE, came),
+            NoBuffer::Raised(error) => error,
+        })?;
+        self.read_opened_token_ids(token_ids, buffer)
+    }
+
+    /// Reads an int (a count) or what has a dimension (token ids, to `token_ids`).
+    pub(crate) fn read_count_or_token_ids(&mut self, n: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+        if n.is_exact_instance_of::<PyInt>() {
+            return read_natural(n, "n", COUNT).map(Some);
+        }
+        let buffer = open_buffer(n).map_err(|reason| match reason {
+            NoBuffer::Refused(came) => argument_error("token_ids", READABLE, came),
+            NoBuffer::Raised(error) => error,
+        })?;
+        let has_dimension = buffer.as_ref().is_some_and(|buffer| buffer.dimensions() > 0);
+        if !has_dimension && n.hasattr(intern!(n.py(), "__index__"))? {
+            return read_natural(n, "n", COUNT).map(Some);
+        }
+        if buffer.is_none() && n.try_iter().is_err() {
+            return Err(PyTypeError::new_err(format!(
+                "`n`: wanted an int or token ids, got {}",
+                type_name(n)
+            )));
+        }
+        self.read_opened_token_ids(n, buffer).map(|()| None)
+    }
+
+    fn read_opened_token_ids(
+        &mut self,
+        values: &Bound<'_, PyAny>,
+        buffer: Option<PyUntypedBuffer>,
+    ) -> PyResult<()> {
+        let (py, token_ids) = (values.py(), &mut self.token_ids);
+        token_ids.clear();
+        let Some(buffer) = buffer else {
+            let iterator = values.try_iter().map_err(|_| {
+                PyTypeError::new_err(format!("`token_ids`: wanted {READABLE}, got {}", type_name(values)))
+            })?;
+            for value in iterator {
+                token_ids.push(read_token_id(&value?, "token_ids")?);
+            }
+            return Ok(());
+        };
+        if !read_integers(&buffer, py, &mut self.wide, &mut self.narrow)? {
+            return Err(argument_error("token_ids", READABLE, describe(&buffer)));
+        }
+        // All bits at once: a negative or too large id shows in the upper half or the sign of the lower one.
+        let bits = self.wide.iter().fold(0, |bits, &integer| bits | integer);
+        if bits as u64 > u64::from(MAX_TOKEN_ID) {
+            let is_id = |integer: i64| TokenId::try_from(integer).is_ok_and(|id| id <= MAX_TOKEN_ID);
+            let bad = self.wide.iter().find(|&&integer| !is_id(integer)).copied().unwrap_or_default();
+            return Err(argument_error("token_ids", TOKEN_ID, bad.to_string()));
+        }
+        token_ids.extend(self.wide.iter().map(|&integer| integer as TokenId));
+        Ok(())
     }
 }
 
@@ -143,6 +213,23 @@ impl<T: Element> Out<T> {
     /// What it is, for a message.
     pub(crate) fn describe(&self) -> String {
         describe(&self.buffer)
+    }
+
+    /// Fills its front; there is room for `values`, and the rest stays as it is.
+    pub(crate) fn fill_front(&self, py: Python<'_>, values: &[T]) -> PyResult<()> {
+        if values.len() == self.len() {
+            return self.fill(py, values);
+        }
+        let memory =
+            self.buffer.as_typed::<T>()?.as_slice_ptr().filter(|memory| memory.len() >= values.len());
+        if let Some(memory) = memory {
+            // SAFETY: `memory` is that of a writable, contiguous buffer of elements of this type, has room for the
+            // values, and stays where it is while the buffer is open; `values` is our own, so they don't overlap.
+            unsafe {
+                std::ptr::copy_nonoverlapping(values.as_ptr(), memory.as_ptr().cast::<T>(), values.len());
+            }
+        }
+        Ok(())
     }
 
     /// Fills it with as many values as it has room for.

@@ -5,17 +5,26 @@
 //!
 //! * `arguments` reads single integers, `buffers` reads and writes arrays (numpy, `array`, CPU tensors, lists);
 //! * `failure` maps every error of the core to its Python class, and a panic to one too;
-//! * `manager` is the class, `stats` the frozen counters.
+//! * `manager` is the class and its lock, `sequences`, `batches`, `prefix` and `figures` its methods, `prompt` what they
+//!   read of a prompt; `stats` and `info` are frozen answers.
 
 mod arguments;
+mod batches;
 mod buffers;
 mod failure;
+mod figures;
+mod info;
 mod manager;
+mod prefix;
+mod prompt;
+mod sequences;
 mod stats;
 
 /// The Rust half of kvpager: integers only. `kvpager.KVBlockManager` builds on it.
 #[pyo3::pymodule(name = "_core")]
 mod module {
+    #[pymodule_export]
+    use crate::info::BlockInfo;
     #[pymodule_export]
     use crate::manager::KVBlockManager;
     #[pymodule_export]
