@@ -12,12 +12,12 @@
 namespace kvpager::cpu::KVPAGER_ISA {
 namespace {
 
-constexpr int kChunk = 16;                           // positions; at least kWidth of every set
+constexpr int kChunk = 64;                           // positions; at least kWidth of every set
 constexpr int kGroup = kNumRegisters >= 32 ? 4 : 2;  // query heads that share a load of K or V
-constexpr int kTokens = 4;                           // tokens that share a load of the query
+constexpr int kMaxTokens = 8;                        // tokens that share a load of the query, at most
 constexpr int64_t kLine = 64;                        // bytes
 
-// Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kTokens repeat the last row.
+// Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kMaxTokens repeat the last row.
 template <class C>
 struct Chunk {
   int64_t count = 0;  // positions, up to kChunk
@@ -26,9 +26,9 @@ struct Chunk {
 };
 
 template <class T, class C>
-Chunk<C> chunk_at(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end) {
+void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, Chunk<C>& chunk) {
   const int64_t S = p.pool.block_size;
-  Chunk<C> chunk;
+  chunk.count = 0;
   for (int64_t position = begin; position < end && chunk.count < kChunk;) {
     // In bounds: position < length, so the driver has seen this column and found a block of the pool.
     const int64_t block = p.block_tables.at(row, position / S);
@@ -42,8 +42,8 @@ Chunk<C> chunk_at(const AttentionParams<T, C>& p, int64_t row, int64_t begin, in
       }
     }
   }
-  for (int64_t i = chunk.count; chunk.count > 0 && i % kTokens != 0; ++i) chunk.keys[i] = chunk.keys[chunk.count - 1];
-  return chunk;
+  for (int64_t i = chunk.count; chunk.count > 0 && i % kMaxTokens != 0; ++i)
+    chunk.keys[i] = chunk.keys[chunk.count - 1];
 }
 
 // The rows to have in the cache next: row i of `rows`, `offset` elements on.
@@ -55,7 +55,8 @@ struct Upcoming {
   KVPAGER_INLINE void prefetch(int64_t row) const {
     if (row >= count) return;
     const char* at = reinterpret_cast<const char*>(rows[row] + offset);
-    for (int64_t byte = 0; byte < row_bytes; byte += kLine) __builtin_prefetch(at + byte, 0, 3);
+    for (int64_t byte = 0; byte < row_bytes; byte += kLine)
+      __builtin_prefetch(at + byte, 0, 2);  // into the second cache: the first has too few misses in flight
   }
 };
 
@@ -97,15 +98,16 @@ struct Dot<bfloat16> {
 };
 #endif
 
-// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to kTokens - 1 columns past them get nonsense.
+// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to kMaxTokens - 1 columns past them get nonsense.
 template <class C, int G>
 void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t offset, int64_t head_dim,
               const Upcoming<C>& next, float* scores) {
+  constexpr int kTokens = G == 1 ? 8 : 4;  // enough sums to wait for, few enough for the registers
   const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole;
   for (int64_t i = 0; i < chunk.count; i += kTokens) {
     Vec sums[G][kTokens];
     const C* keys[kTokens];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       keys[t] = chunk.keys[i + t] + offset;
       next.prefetch(i + t);
@@ -113,7 +115,7 @@ void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t
       for (int g = 0; g < G; ++g) sums[g][t] = zero();
     }
     const auto step = [&](int64_t d, const auto& load_key) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         const auto key = load_key(keys[t] + d);
 #pragma GCC unroll 4
@@ -123,7 +125,10 @@ void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t
     for (int64_t d = 0; d < whole; d += kPair) step(d, [](const C* key) { return Dot<C>::load(key); });
     if (rest > 0) step(whole, [rest](const C* key) { return Dot<C>::load_partial(key, rest); });
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) reduce_add4(sums[g][0], sums[g][1], sums[g][2], sums[g][3], scores + g * kChunk + i);
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+      for (int t = 0; t < kTokens; t += 4)
+        reduce_add4(sums[g][t], sums[g][t + 1], sums[g][t + 2], sums[g][t + 3], scores + g * kChunk + i + t);
   }
 }
 
@@ -211,7 +216,7 @@ template <class T, class C, int G>
 void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const float* query, int64_t padded, float* tops,
                   float* totals, float* sums) {
   const int64_t D = p.pool.head_dim;
-  alignas(64) float scores[G * kChunk + kTokens];
+  alignas(64) float scores[G * kChunk];
   float shrink[G];
   dot_rows<C, G>(query, padded, work.chunk, work.key_offset, D, work.next_keys, scores);
   for (int g = 0; g < G; ++g)
@@ -239,11 +244,13 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
     result.totals[head] = 0;
   }
   memset(sums, 0, H * padded * sizeof(float));
-
-  Chunk<C> chunk = chunk_at(p, span.row, span.begin, span.end);
+  Chunk<C> chunks[2];  // the one being attended and the one after it, in turn
+  find_rows(p, span.row, span.begin, span.end, chunks[0]);
   alignas(64) float key_scales[kChunk], value_scales[kChunk];
-  for (int64_t position = span.begin; position < span.end; position += kChunk) {
-    const Chunk<C> following = chunk_at(p, span.row, position + kChunk, span.end);
+  int turn = 0;
+  for (int64_t position = span.begin; position < span.end; position += kChunk, turn ^= 1) {
+    const Chunk<C>&chunk = chunks[turn], &following = chunks[turn ^ 1];
+    find_rows(p, span.row, position + kChunk, span.end, chunks[turn ^ 1]);
     for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
       const bool last = kv_head + 1 == K;
       const Chunk<C>& next = last ? following : chunk;
@@ -276,7 +283,6 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
         g += count;
       }
     }
-    chunk = following;
   }
 
   for (int64_t head = 0; head < H; ++head)

@@ -66,11 +66,13 @@ KVPAGER_INLINE Pair load_pair_partial(const T* source, int64_t count) {
 // kPair floats in natural order -> in the order of load_pair<T>.
 template <class T>
 KVPAGER_INLINE void spread_pair(const float* natural, float* spread) {
-  for (int i = 0; i < kPair; ++i) {
+  for (int i = 0; i < kWidth; ++i) {
     if constexpr (std::is_same_v<T, bfloat16> && kHasBfloat16Pairs) {
-      spread[i % 2 * kWidth + i / 2] = natural[i];
+      spread[i] = natural[2 * i];
+      spread[kWidth + i] = natural[2 * i + 1];
     } else {
       spread[i] = natural[i];
+      spread[kWidth + i] = natural[kWidth + i];
     }
   }
 }
@@ -78,11 +80,13 @@ KVPAGER_INLINE void spread_pair(const float* natural, float* spread) {
 // kPair floats in the order of load_pair<T> -> in natural order.
 template <class T>
 KVPAGER_INLINE void gather_pair(const float* spread, float* natural) {
-  for (int i = 0; i < kPair; ++i) {
+  for (int i = 0; i < kWidth; ++i) {
     if constexpr (std::is_same_v<T, bfloat16> && kHasBfloat16Pairs) {
-      natural[i] = spread[i % 2 * kWidth + i / 2];
+      natural[2 * i] = spread[i];
+      natural[2 * i + 1] = spread[kWidth + i];
     } else {
       natural[i] = spread[i];
+      natural[kWidth + i] = spread[kWidth + i];
     }
   }
 }
