@@ -3,12 +3,14 @@
 The class is a thin subclass: what needs no tensor is the Rust method itself, so nothing stands between a caller and
 `append_token`. What is added here lends the memory of tensors to Rust, which reads ids from it and writes answers into
 it; nothing is decided here. torch is imported inside the calls that make a tensor, never before.
+
+The file is long by its signatures: each call with an `out` stands three times, for the type of what it returns.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 from kvpager import _core
 from kvpager.buffers import check_room, fill_new, lend, num_values, read_width, refuse_device, sum_values
@@ -16,12 +18,28 @@ from kvpager.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Buffer
 
-    from kvpager.buffers import Device, Integers
+    from kvpager.buffers import Device, Integers, Memory
 
 
-_Out = TypeVar("_Out", bound="torch.Tensor | Buffer")
+_Out = TypeVar("_Out", bound="Memory")
+_Slots = TypeVar("_Slots")
+
+# A medium in a prompt: (start, stop, key). The placeholder tokens at positions start to stop - 1 stand for what `key`
+# names, an image for example; a digest of its content makes a good key.
+PrefixItem: TypeAlias = tuple[int, int, str]
+
+
+class Admission(NamedTuple, Generic[_Slots]):
+    """What `KVBlockManager.admit` did.
+
+    Attributes:
+        num_computed_tokens: prompt tokens whose K/V were found in the cache; they need not be computed.
+        slots: `slots [T] int64`, where the K/V of the T tokens after them go; `out` itself if it was given.
+    """
+
+    num_computed_tokens: int
+    slots: _Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +58,7 @@ class SequenceState:
 
 
 class KVBlockManager(_core.KVBlockManager):
-    """Who owns which block of a paged key/value cache: pool, block tables, copy-on-write.
+    """Who owns which block of a paged key/value cache: pool, block tables, copy-on-write, prefix cache.
 
     Works on integers alone: the keys and values lie in the caller's tensors, at the slots that are handed out here
     (slot = block id * block_size + offset). All calls may be made from any thread; each does all of its work or, when
@@ -49,7 +67,16 @@ class KVBlockManager(_core.KVBlockManager):
     Args:
         num_physical_blocks: N, blocks in the pool, 1 to 2^31 - 1.
         block_size: S, token positions in a block, at least 1; N * S must fit int64.
-        enable_prefix_caching: must be False until the prefix index arrives.
+        enable_prefix_caching: keep an index of full, committed blocks, so that `admit` finds what was computed before.
+            Token ids must be told then, at admission, append or commit.
+        watermark_blocks: blocks that `admit` leaves free, so that running sequences can grow; waived while no block is
+            live.
+        fences: what is let go becomes reusable only when its epoch is retired. For work that runs late, as on a GPU.
+        eviction_policy: `"lru"`, or `"slru"`, which prompts that never come back don't sweep (Karedla, Love, Wherry
+            1994).
+        hash_seed: of the hash chain that names blocks, 0 to 2^64 - 1. It changes no answer.
+        max_pinned_blocks: blocks that `pin_prefix` may hold in all; None: no limit.
+        max_sequence_length: tokens that a sequence may have; None: what the pool holds.
 
     Raises:
         ConfigError: a value above is out of range.
@@ -66,20 +93,121 @@ class KVBlockManager(_core.KVBlockManager):
     __slots__ = ()
 
     @overload
+    def admit(
+        self,
+        sequence_id: int,
+        token_ids: "Integers",
+        *,
+        num_new_tokens: int | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        items: Iterable[PrefixItem] = (),
+        resumed: bool = False,
+        out: None = None,
+    ) -> "Admission[torch.Tensor]": ...
+    @overload
+    def admit(
+        self,
+        sequence_id: int,
+        token_ids: "Integers",
+        *,
+        num_new_tokens: int | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        items: Iterable[PrefixItem] = (),
+        resumed: bool = False,
+        out: _Out,
+    ) -> Admission[_Out]: ...
+    def admit(
+        self,
+        sequence_id: int,
+        token_ids: "Integers",
+        *,
+        num_new_tokens: int | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        items: Iterable[PrefixItem] = (),
+        resumed: bool = False,
+        out: "Memory | None" = None,
+    ) -> Admission[Any]:
+        """Create a sequence from its prompt: attach the longest cached prefix, reserve the slots to compute next.
+
+        One step or not at all. At least the last prompt token is left to compute. The ids of the whole prompt are kept,
+        so the later chunks of a long prompt need only counts. `can_admit` answers for the same arguments.
+
+        Args:
+            sequence_id: a new id, 0 to 2^63 - 1.
+            token_ids: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or a
+                sequence of ints.
+            num_new_tokens: slots to reserve, at most; None: for all tokens that remain to be computed.
+            salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
+            adapter: name of the adapter that computes; its K/V are found under this name only.
+            items: media in the prompt, sorted and disjoint; a block is found only with the items that touch it.
+            resumed: the request was here before and comes back: what it finds is not counted as hit.
+            out: writable C-contiguous int64 buffer with room for the slots (P are always enough); they are written to
+                its front and the rest is left as it was.
+
+        Returns:
+            `Admission(num_computed_tokens, slots)`: `slots [T] int64`, or `out` itself if it was given. T is
+            P - num_computed_tokens, or `num_new_tokens` if that is less.
+
+        Raises:
+            DuplicateSequenceError: the id exists.
+            SequenceTooLongError: the prompt needs more than the pool or `max_sequence_length` ever has.
+            OutOfBlocksError: not enough blocks now; `needed` includes the `watermark`.
+            ArgumentError: a bad id, token id, count, item or `out`.
+
+        Cost: O(P + T).
+        """
+        ids = lend("token_ids", token_ids)
+        options: dict[str, Any] = {
+            "num_new_tokens": num_new_tokens,
+            "salt": salt,
+            "adapter": adapter,
+            "items": items,
+            "resumed": resumed,
+        }
+        if out is not None:
+            return Admission(self.admit_into(sequence_id, ids, lend("out", out), **options)[0], out)
+        import torch
+
+        room = num_values(ids)
+        if isinstance(num_new_tokens, int):
+            room = max(0, min(room, num_new_tokens))
+        if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
+            room = 0
+        slots = torch.empty(room, dtype=torch.int64)
+        num_computed, num_slots = self.admit_into(sequence_id, ids, slots.numpy(), **options)
+        return Admission(num_computed, slots[:num_slots])
+
+    @overload
     def slot_mapping_for_append(
-        self, ids: "Integers", counts: "Integers | None" = None, *, device: "Device | None" = None, out: None = None
+        self,
+        ids: "Integers",
+        counts: "Integers | None" = None,
+        token_ids: "Integers | None" = None,
+        *,
+        device: "Device | None" = None,
+        out: None = None,
     ) -> "torch.Tensor": ...
     @overload
     def slot_mapping_for_append(
-        self, ids: "Integers", counts: "Integers | None" = None, *, device: None = None, out: _Out
+        self,
+        ids: "Integers",
+        counts: "Integers | None" = None,
+        token_ids: "Integers | None" = None,
+        *,
+        device: None = None,
+        out: _Out,
     ) -> _Out: ...
     def slot_mapping_for_append(
         self,
         ids: "Integers",
         counts: "Integers | None" = None,
+        token_ids: "Integers | None" = None,
         *,
         device: "Device | None" = None,
-        out: "torch.Tensor | Buffer | None" = None,
+        out: "Memory | None" = None,
     ) -> object:
         """Append to a batch of sequences, in the order of `ids`, and return where the new tokens' K/V go.
 
@@ -90,6 +218,8 @@ class KVBlockManager(_core.KVBlockManager):
         Args:
             ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or a sequence of ints.
             counts: `counts [B]`, tokens to append to each (0 allowed), of the same kinds; None appends one to each.
+            token_ids: `token_ids [T]`, ids of the new tokens, row after row, of the same kinds; None: told later, with
+                `commit`, or known from the prompt.
             device: device of the new tensor; the CPU if None. Not together with `out`.
             out: writable C-contiguous int64 buffer of exactly T elements (CPU tensor, numpy array, `array`,
                 memoryview); filled and returned itself.
@@ -100,20 +230,22 @@ class KVBlockManager(_core.KVBlockManager):
         Raises:
             UnknownSequenceError: an id names no sequence.
             OutOfBlocksError: the pool has fewer free blocks than the batch takes; `row` is the first that lacks one.
-            ArgumentError: a bad id, count, `out` or `device`.
+            SequenceTooLongError: a sequence would have more tokens than `max_sequence_length`.
+            ArgumentError: a bad id, count, token id (another than the prompt's, for example), `out` or `device`.
 
         Cost: O(B + T); a crossing into Rust and no work in Python per row.
         """
         ids = lend("ids", ids)
         counts = None if counts is None else lend("counts", counts)
+        told = None if token_ids is None else lend("token_ids", token_ids)
         if out is not None:
             refuse_device(device)
-            self.slot_mapping_into(ids, counts, lend("out", out))
+            self.slot_mapping_into(ids, counts, lend("out", out), told)
             return out
         num_tokens = num_values(ids) if counts is None else sum_values(counts)
         if num_tokens > self.num_blocks * self.block_size:  # will be refused: no memory for it
             num_tokens = 0
-        return fill_new((num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots))
+        return fill_new((num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots, told))
 
     @overload
     def get_block_table_tensor(
@@ -129,7 +261,7 @@ class KVBlockManager(_core.KVBlockManager):
         max_blocks: int | None = None,
         *,
         device: "Device | None" = None,
-        out: "torch.Tensor | Buffer | None" = None,
+        out: "Memory | None" = None,
     ) -> object:
         """Export block tables, a snapshot: logical block -> physical block, one row for each id.
 
@@ -174,7 +306,7 @@ class KVBlockManager(_core.KVBlockManager):
     @overload
     def get_seq_lens_tensor(self, ids: "Integers", *, device: None = None, out: _Out) -> _Out: ...
     def get_seq_lens_tensor(
-        self, ids: "Integers", *, device: "Device | None" = None, out: "torch.Tensor | Buffer | None" = None
+        self, ids: "Integers", *, device: "Device | None" = None, out: "Memory | None" = None
     ) -> object:
         """Export sequence lengths, a snapshot: tokens that own a slot.
 
@@ -211,7 +343,7 @@ class KVBlockManager(_core.KVBlockManager):
         stats = self.stats
         return (
             f"KVBlockManager({stats.num_blocks} blocks of {self.block_size} tokens: {stats.live} live, "
-            f"{stats.fenced} fenced, {stats.free} free; {stats.num_sequences} sequences)"
+            f"{stats.cached} cached, {stats.fenced} fenced, {stats.free} free; {stats.num_sequences} sequences)"
         )
 
 

@@ -15,10 +15,12 @@ from kvpager.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     import torch
     from typing_extensions import Buffer
 
-    Integers: TypeAlias = torch.Tensor | Buffer | Sequence[int]
+    Memory: TypeAlias = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Buffer
+    Integers: TypeAlias = Memory | Sequence[int]
     Device: TypeAlias = torch.device | str | int
 
 
