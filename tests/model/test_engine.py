@@ -117,7 +117,7 @@ def end_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> int
     """Makes the token that comes at this place of PROMPTS[0]'s text an end-of-text token."""
     token = llm.generate(PROMPTS[0], max_tokens=num_tokens)[0].outputs[0].token_ids[-1]
     changed = kvpager.config.ModelConfig(**{**vars(llm.model_config), "eos_token_ids": (99, token)})
-    monkeypatch.setattr(llm, "model_config", changed)
+    monkeypatch.setattr(llm._requests, "_model_config", changed)
     return token
 
 
@@ -140,7 +140,7 @@ def test_an_end_at_the_last_token_is_a_stop(llm: LLM, monkeypatch: pytest.Monkey
 
 def test_a_cut_character_is_flushed_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.tokenizer is not None
-    monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda _token: b"\xe4")
+    monkeypatch.setattr(llm.tokenizer, "token_bytes", lambda _token, **_: b"\xe4")
     (output,) = llm.generate(PROMPTS[0], max_tokens=3)
     assert output.outputs[0].text == "\ufffd" * 3
     assert [event.text for event in llm.stream(PROMPTS[0], max_tokens=3)] == ["", "\ufffd", "\ufffd\ufffd"]
@@ -384,7 +384,7 @@ def test_dtype_auto_says_once_that_it_is_not_the_stored_one(
     shutil.copytree(BUNDLED_MODEL, folder)
     config = (folder / "config.json").read_text().replace('"float32"', '"bfloat16"')
     (folder / "config.json").write_text(config)
-    monkeypatch.setattr(kvpager.config, "cpu_features", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(kvpager.config.engine, "cpu_features", lambda: frozenset({"avx2"}))
     build._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="kvpager"):
         for _ in range(2):
@@ -393,5 +393,5 @@ def test_dtype_auto_says_once_that_it_is_not_the_stored_one(
     said = [record.message for record in caplog.records if "bfloat16" in record.message]
     assert said == ["this CPU has no fast bfloat16 arithmetic: computing in float32 (`dtype` overrides)"]
     assert LLM(folder, num_blocks=4, dtype="bfloat16").runner.cache.dtype == torch.bfloat16
-    monkeypatch.setattr(kvpager.config, "cpu_features", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(kvpager.config.engine, "cpu_features", lambda: frozenset({"avx512_bf16"}))
     assert LLM(folder, num_blocks=4).runner.cache.dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from kvpager.errors import ArgumentError, ConfigError
 from kvpager.loader import BUNDLED_MODEL
 from kvpager.tokenizer import IncrementalDecoder, Tokenizer
 
-TOKENIZER = Tokenizer(BUNDLED_MODEL)
+TOKENIZER = Tokenizer.from_folder(BUNDLED_MODEL)
 # The tokens that stand for one byte each.
 BYTE_TOKENS = {
     TOKENIZER.token_bytes(token): token for token in range(2047, 2, -1) if len(TOKENIZER.token_bytes(token)) == 1
@@ -106,7 +106,7 @@ def test_templates_find_what_they_expect(tmp_path: Path) -> None:
     """
     folder = folder_with(tmp_path, chat_template=template, bos_token={"content": "<b>"}, eos_token="<e>")
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "<ö>"}]
-    text = Tokenizer(folder).apply_chat_template(messages, enable_thinking=True)
+    text = Tokenizer.from_folder(folder).apply_chat_template(messages, enable_thinking=True)
     assert text.strip() == '<b>{"text": "<ö>"}1 thinkTrue20<e>'
 
 
@@ -119,15 +119,15 @@ def test_blocks_leave_no_blank_lines(tmp_path: Path) -> None:
 {% endfor %}
 """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\n</think>\n\nb"}]
-    assert Tokenizer(folder_with(tmp_path, chat_template=template)).apply_chat_template(messages) == "b\n"
+    assert Tokenizer.from_folder(folder_with(tmp_path, chat_template=template)).apply_chat_template(messages) == "b\n"
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "of the list"}]
     folder = folder_with(tmp_path, chat_template=named)
-    assert Tokenizer(folder).apply_chat_template(USER) == "of the list"
+    assert Tokenizer.from_folder(folder).apply_chat_template(USER) == "of the list"
     (folder / "chat_template.jinja").write_text("of the file")
-    assert Tokenizer(folder).apply_chat_template(USER) == "of the file"
+    assert Tokenizer.from_folder(folder).apply_chat_template(USER) == "of the file"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 )
 def test_bad_templates_are_typed_errors(tmp_path: Path, template: str | None, error: type[Exception]) -> None:
     """A template is foreign code: it can neither reach Python nor change what it is given."""
-    tokenizer = Tokenizer(folder_with(tmp_path, chat_template=template))
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, chat_template=template))
     assert tokenizer.has_chat_template == (template is not None)
     messages = [*USER]
     with pytest.raises(error):
@@ -155,18 +155,19 @@ def test_bad_templates_are_typed_errors(tmp_path: Path, template: str | None, er
 
 def test_tokenizers_that_are_not_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; give prompts as token ids"):
-        Tokenizer(tmp_path)
+        Tokenizer.from_folder(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"decoder": {"type": "Metaspace"}}))
     with pytest.raises(ConfigError, match=r"has a decoder of type Metaspace; supported: ByteLevel"):
-        Tokenizer(tmp_path)
+        Tokenizer.from_folder(tmp_path)
     path.write_text(json.dumps({"decoder": {"type": "ByteLevel"}}))
     with pytest.raises(ConfigError, match="is no sound tokenizer"):
-        Tokenizer(tmp_path)
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_decoder_in_a_sequence_is_found(tmp_path: Path) -> None:
     content = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
     content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"]]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert Tokenizer(tmp_path).decode(Tokenizer(tmp_path).encode("Return a string")) == "Return a string"
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("Return a string")) == "Return a string"

@@ -24,7 +24,7 @@ from kvpager.engine.outputs import RequestOutput, RunStats, StreamEvent
 from kvpager.engine.requests import Prompt, Request, RequestFactory
 from kvpager.errors import ConfigError, StateError
 from kvpager.loader import resolve_model
-from kvpager.sampling import SamplingParams, sample
+from kvpager.sampling import Sampler, SamplingParams
 from kvpager.tokenizer import Message, Tokenizer
 
 
@@ -56,11 +56,13 @@ class LLM:
         self.config = EngineConfig(device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed)
         self.folder = resolve_model(model)
         self.model_config = ModelConfig.from_folder(self.folder)
-        self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
+        self.tokenizer = Tokenizer.from_folder(self.folder) if (self.folder / "tokenizer.json").is_file() else None
         self.runner = make_runner(self.folder, self.model_config, self.config)
         self.block_manager = self.runner.block_manager
         self.stats = RunStats()
         self._requests = RequestFactory(self.model_config, self.config, self.block_manager.num_blocks, self.tokenizer)
+        self._sampler = Sampler(self.model_config.vocab_size, max_num_seqs)
+        self._rows: list[Request] = []  # of the sampler
         self._is_running = False
 
     def generate(
@@ -142,8 +144,11 @@ class LLM:
                 for request in [request for request in running if request.finish_reason is not None]:
                     self.block_manager.release_sequence(request.sequence_id)
                     running.remove(request)
+                    self._leave_sampler(request)
         finally:
             self._is_running = False
+            for request in list(self._rows):
+                self._leave_sampler(request)
             for request in requests:
                 if request.sequence_id in self.block_manager.sequences:
                     self.block_manager.release_sequence(request.sequence_id)
@@ -158,18 +163,32 @@ class LLM:
                 break
             request = waiting.popleft()
             self.block_manager.create_sequence(request.sequence_id)
+            self._sampler.add(
+                request.params, request.seed, request.prompt_token_ids, stop_token_ids=request.stop_token_ids
+            )
+            self._rows.append(request)
             running.append(request)
             admitted.append(request)
         return admitted
+
+    def _leave_sampler(self, request: Request) -> None:
+        """Gives the request's row up; the last one takes its place, here as in the sampler."""
+        row = self._rows.index(request)
+        self._sampler.remove(row)
+        last = self._rows.pop()
+        if last is not request:
+            self._rows[row] = last
 
     def _step(self, batch: Sequence[Request], *, prefill: bool) -> None:
         """One forward pass and one new token for every request of the batch."""
         started = time.perf_counter()
         next_tokens = [request.next_tokens for request in batch]
         logits = self.runner.step([request.sequence_id for request in batch], next_tokens)
-        tokens = sample(logits, [request.params for request in batch], [request.generator for request in batch])
-        for request, token in zip(batch, tokens, strict=True):
-            request.take(token, self.model_config.eos_token_ids)
+        rows = [self._rows.index(request) for request in batch]
+        sampled = self._sampler.sample(logits, rows)
+        self._sampler.accept(rows, sampled.token_ids)
+        for place, request in enumerate(batch):
+            request.take(int(sampled.token_ids[place]), bool(sampled.is_ok[place]), sampled.logprobs.get(place))
         seconds = time.perf_counter() - started
         stats = self.stats
         stats.num_new_tokens += len(batch)

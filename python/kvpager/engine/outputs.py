@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvpager.sampling import PositionLogprobs
+
 
 @dataclass(frozen=True)
 class CompletionOutput:
@@ -10,14 +12,19 @@ class CompletionOutput:
     Attributes:
         index: number of the completion within its request.
         text: without special tokens.
-        token_ids: as sampled, the end-of-text token included.
-        finish_reason: ``"stop"`` (end-of-text token) or ``"length"`` (`max_tokens` reached).
+        token_ids: as sampled, the end-of-text token and those of a stop string included.
+        finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (`max_tokens` reached), or ``"error"`` (the
+            model's scores were not numbers, or left no token to choose).
+        stop_reason: the stop string or token of the request that ended it; None for the model's own end-of-text.
+        logprobs: of each token, where the request asked.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class StreamEvent:
     Attributes:
         request_id: whose token it is.
         index: the prompt's place among those given.
-        token_id: the token.
+        token_id: the token; −1 where the request ended with an error instead.
         text: what it adds to the text; empty while a character is short of bytes. All joined are the whole text.
         finish_reason: None until the request's last event.
         output: the whole request, with its last event.

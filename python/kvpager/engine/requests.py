@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
 from kvpager.errors import ArgumentError, SequenceTooLongError
-from kvpager.sampling import SamplingParams, make_generator
-from kvpager.tokenizer import IncrementalDecoder, Tokenizer
+from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed
+from kvpager.tokenizer import OutputText, Tokenizer
 
 # A prompt: text, token ids, or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
@@ -26,11 +25,14 @@ class Request:
         prompt_token_ids: P tokens.
         params: wishes.
         num_blocks: blocks it holds at worst: those of P + max_tokens - 1 tokens, as the last one takes no slot.
-        generator: None for greedy requests.
-        decoder: turns its tokens into text.
+        seed: of its draws.
+        stop_token_ids: tokens that end it.
+        text: turns its tokens into text and looks for its stop strings.
         generated: tokens sampled so far.
+        logprobs: log-probabilities of each of them, where it asked.
         pieces: text that each of them added.
         finish_reason: None while it runs.
+        stop_reason: the stop string or token that ended it, if it was one of its own.
     """
 
     index: int
@@ -39,37 +41,56 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     num_blocks: int
-    generator: torch.Generator | None
-    decoder: IncrementalDecoder
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    text: OutputText
     generated: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     @property
     def next_tokens(self) -> Sequence[int]:
         """What the next step computes: the prompt, then the token sampled last."""
         return self.generated[-1:] or self.prompt_token_ids
 
-    def take(self, token: int, eos_token_ids: Sequence[int]) -> None:
-        """Adds a sampled token and decides whether it is the last."""
+    def take(self, token: int, is_ok: bool, logprobs: PositionLogprobs | None) -> None:
+        """Adds a sampled token and decides whether it is the last; without one, the request ends with an error."""
+        if not is_ok:
+            self.finish_reason = "error"
+            self.pieces.append(self.text.finish())
+            return
         self.generated.append(token)
-        if token in eos_token_ids and not self.params.ignore_eos:
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        piece = self.text.push(token)
+        can_stop = len(self.generated) >= self.params.min_tokens
+        if self.text.stop_reason is not None:
+            self.finish_reason, self.stop_reason = "stop", self.text.stop_reason
+        elif token in self.stop_token_ids and can_stop:
             self.finish_reason = "stop"
+            self.stop_reason = token if token in self.params.stop_token_ids else None
         elif len(self.generated) == self.params.max_tokens:
             self.finish_reason = "length"
-        piece = self.decoder.push(token)
-        self.pieces.append(piece + (self.decoder.finish() if self.finish_reason else ""))
+        self.pieces.append(piece + (self.text.finish() if self.finish_reason else ""))
 
     def last_event(self) -> StreamEvent:
         """What a stream tells about the token taken last."""
         output = self.output() if self.finish_reason is not None else None
-        return StreamEvent(
-            str(self.sequence_id), self.index, self.generated[-1], self.pieces[-1], self.finish_reason, output
-        )
+        token = -1 if self.finish_reason == "error" else self.generated[-1]
+        return StreamEvent(str(self.sequence_id), self.index, token, self.pieces[-1], self.finish_reason, output)
 
     def output(self) -> RequestOutput:
         """The request as its caller sees it."""
-        completion = CompletionOutput(0, "".join(self.pieces), tuple(self.generated), self.finish_reason)
+        completion = CompletionOutput(
+            index=0,
+            text="".join(self.pieces),
+            token_ids=tuple(self.generated),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+        )
         finished = self.finish_reason is not None
         return RequestOutput(str(self.sequence_id), self.prompt, self.prompt_token_ids, (completion,), finished)
 
@@ -101,6 +122,10 @@ class RequestFactory:
         return requests
 
     def _make_one(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        params.check_vocabulary(self._model_config.vocab_size)
+        for name, supported in (("n", 1), ("prompt_logprobs", None)):
+            if getattr(params, name) != supported:
+                raise ArgumentError(name, f"{supported} (nothing else is computed yet)", getattr(params, name))
         token_ids = self._token_ids(index, prompt)
         number = self._num_requests + index
         return Request(
@@ -110,8 +135,26 @@ class RequestFactory:
             prompt_token_ids=token_ids,
             params=params,
             num_blocks=self._worst_case_blocks(index, len(token_ids), params.max_tokens),
-            generator=make_generator(params, self._config.seed, number),
-            decoder=IncrementalDecoder(self._tokenizer.token_bytes if self._tokenizer else lambda _token: b""),
+            seed=request_seed(params, self._config.seed, number),
+            stop_token_ids=self._stop_token_ids(params),
+            text=self._output_text(params),
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self._model_config.eos_token_ids
+        return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+
+    def _output_text(self, params: SamplingParams) -> OutputText:
+        if self._tokenizer is None:
+            if params.stop_texts:
+                raise ArgumentError("stop", "no text, as the model has no tokenizer", list(params.stop_texts))
+            return OutputText(lambda _token: b"")
+        token_bytes = partial(self._tokenizer.token_bytes, skip_special_tokens=params.skip_special_tokens)
+        return OutputText(
+            token_bytes,
+            params.stop_texts,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
 
     def _token_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:

@@ -1,0 +1,57 @@
+"""Log-probabilities of chosen and likeliest tokens, of outputs and of prompts.
+
+They are the model's own, log_softmax of its scores before any wish changed them. O(rows that ask · V).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token at one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the likeliest.
+        decoded_token: its text, where the engine has a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+# Of one position: token id → its log-probability; the chosen token first, then the likeliest, best first.
+PositionLogprobs = dict[int, Logprob]
+
+
+def position_logprobs(scores: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[PositionLogprobs]:
+    """Log-probabilities at every position.
+
+    Args:
+        scores: [P, V] float32 or float64: the model's scores from which each token was, or could have been, chosen.
+            For a prompt those of position p belong to its token p + 1.
+        token_ids: P tokens that stand there.
+        counts: P numbers of likeliest tokens to give beside them; 0 gives the token alone.
+    """
+    if not token_ids:
+        return []
+    logs = scores.log_softmax(dim=-1)
+    chosen = torch.tensor(token_ids, device=scores.device)[:, None]
+    own = logs.gather(1, chosen)
+    ranks = (logs > own).sum(dim=-1) + 1
+    likeliest = logs.topk(min(max(counts), scores.shape[1]))
+    found: list[PositionLogprobs] = []
+    rows = zip(token_ids, own[:, 0].tolist(), ranks.tolist(), counts, strict=True)
+    for (token, logprob, rank, count), values, tokens in zip(
+        rows, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True
+    ):
+        position = {token: Logprob(logprob, rank)}
+        for place, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), start=1):
+            position.setdefault(other, Logprob(value, place))
+        found.append(position)
+    return found
