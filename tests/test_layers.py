@@ -16,6 +16,7 @@ BELOW = {
     "_core": {"errors"},
     "buffers": {"errors"},
     "block_manager": {"_core", "buffers"},
+    "decode_batch": {"block_manager"},
     "reference": {"errors"},
     "native": {"errors"},
     "ops": {"native"},

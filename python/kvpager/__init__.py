@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from kvpager.block_manager import SequenceState as SequenceState
     from kvpager.cache import AttentionMetadata as AttentionMetadata
     from kvpager.cache import PagedKVCache as PagedKVCache
+    from kvpager.decode_batch import BatchBuffers as BatchBuffers
+    from kvpager.decode_batch import BatchStep as BatchStep
+    from kvpager.decode_batch import DecodeBatch as DecodeBatch
     from kvpager.engine import LLM as LLM
     from kvpager.engine import CompletionOutput as CompletionOutput
     from kvpager.engine import RequestOutput as RequestOutput
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "KVBlockManager": "kvpager.block_manager",
     "SequenceState": "kvpager.block_manager",
+    "DecodeBatch": "kvpager.decode_batch",
+    "BatchBuffers": "kvpager.decode_batch",
+    "BatchStep": "kvpager.decode_batch",
     "AttentionMetadata": "kvpager.cache",
     "PagedKVCache": "kvpager.cache",
     "LLM": "kvpager.engine",

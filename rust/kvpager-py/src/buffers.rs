@@ -5,6 +5,7 @@
 //! here holds the manager's lock: iterating may run the caller's code.
 
 use std::marker::PhantomData;
+use std::ptr::NonNull;
 
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
@@ -178,6 +179,15 @@ pub(crate) struct Out<T> {
 impl<T: Element> Out<T> {
     /// Opens `out`; the caller of this function checks its size. `wanted` says what would have been accepted.
     pub(crate) fn open(out: &Bound<'_, PyAny>, wanted: impl Fn() -> String) -> PyResult<Self> {
+        Self::open_named("out", out, wanted)
+    }
+
+    /// Opens a buffer that came under another name.
+    pub(crate) fn open_named(
+        argument: &str,
+        out: &Bound<'_, PyAny>,
+        wanted: impl Fn() -> String,
+    ) -> PyResult<Self> {
         let came = match open_buffer(out) {
             Ok(Some(buffer)) => {
                 if is_of::<T>(&buffer) && !buffer.readonly() && buffer.is_c_contiguous() {
@@ -189,7 +199,7 @@ impl<T: Element> Out<T> {
             Err(NoBuffer::Refused(came)) => came,
             Err(NoBuffer::Raised(error)) => return Err(error),
         };
-        Err(argument_error("out", &wanted(), came))
+        Err(argument_error(argument, &wanted(), came))
     }
 
     /// Opens `out` for exactly `num_elements` values; `kind` is their type in words.
@@ -208,6 +218,12 @@ impl<T: Element> Out<T> {
 
     pub(crate) fn shape(&self) -> &[usize] {
         self.buffer.shape()
+    }
+
+    /// Where its values begin, aligned; dangling if it has none.
+    pub(crate) fn start(&self) -> NonNull<T> {
+        let start = NonNull::new(self.buffer.buf_ptr().cast::<T>()).filter(|_| self.len() > 0);
+        start.unwrap_or_else(NonNull::dangling)
     }
 
     /// What it is, for a message.

@@ -6,14 +6,17 @@
 //! * `arguments` reads single integers, `buffers` reads and writes arrays (numpy, `array`, CPU tensors, lists);
 //! * `failure` maps every error of the core to its Python class, and a panic to one too;
 //! * `manager` is the class and its lock, `sequences`, `batches`, `prefix` and `figures` its methods, `prompt` what they
-//!   read of a prompt; `stats` and `info` are frozen answers.
+//!   read of a prompt; `stats` and `info` are frozen answers;
+//! * `batch` is the class of a batch that writes into the caller's buffers, `lent` those buffers.
 
 mod arguments;
+mod batch;
 mod batches;
 mod buffers;
 mod failure;
 mod figures;
 mod info;
+mod lent;
 mod manager;
 mod prefix;
 mod prompt;
@@ -23,6 +26,8 @@ mod stats;
 /// The Rust half of kvpager: integers only. `kvpager.KVBlockManager` builds on it.
 #[pyo3::pymodule(name = "_core")]
 mod module {
+    #[pymodule_export]
+    use crate::batch::{BatchStep, DecodeBatch};
     #[pymodule_export]
     use crate::info::BlockInfo;
     #[pymodule_export]

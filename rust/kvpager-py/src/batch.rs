@@ -1,0 +1,196 @@
+//! The class of a batch that persists from step to step. It lives in its manager, under the manager's lock.
+
+use kvpager_core::{BatchId, BatchShape, TokenId};
+use pyo3::prelude::*;
+
+use crate::arguments::read_sequence_id;
+use crate::lent::BufferSets;
+use crate::manager::KVBlockManager;
+
+/// Rows of sequences that step together, shown in two caller-owned buffer sets that take turns.
+///
+/// `kvpager.DecodeBatch` adds the making of tensors. `first` and `second` have the attributes `block_tables` int32
+/// `[B, M]`, `seq_lens` int32 `[B]`, `query_start_loc` int32 `[B+1]`, `slot_mapping` int64 `[T]`, `changed` int32
+/// `[C, 3]`: writable contiguous buffers or CPU tensors, held for as long as the batch lives.
+#[pyclass(frozen, subclass, module = "kvpager._core")]
+pub(crate) struct DecodeBatch {
+    manager: Py<KVBlockManager>,
+    batch: BatchId,
+    shape: BatchShape,
+    sets: BufferSets,
+}
+
+/// What a step wrote, and where.
+#[pyclass(frozen, eq, hash, get_all, module = "kvpager._core")]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct BatchStep {
+    /// The set that holds the step: 0 or 1.
+    buffer_set: usize,
+    /// Rows in use.
+    num_rows: usize,
+    /// New tokens of all rows.
+    num_tokens: usize,
+    /// Table entries that differ from the previous step.
+    num_changes: usize,
+    /// `changed` does not hold them all, or what the device shows is unknown: upload the table.
+    upload_table: bool,
+}
+
+#[pymethods]
+impl BatchStep {
+    fn __repr__(&self) -> String {
+        let Self { buffer_set, num_rows, num_tokens, num_changes, upload_table } = self;
+        let upload_table = if *upload_table { "True" } else { "False" };
+        format!(
+            "BatchStep(buffer_set={buffer_set}, num_rows={num_rows}, num_tokens={num_tokens}, \
+             num_changes={num_changes}, upload_table={upload_table})"
+        )
+    }
+}
+
+impl DecodeBatch {
+    /// Appends, and writes the set whose turn it is.
+    #[inline]
+    fn run(
+        &self,
+        py: Python<'_>,
+        counts: Option<&[u64]>,
+        token_ids: Option<&[TokenId]>,
+    ) -> PyResult<BatchStep> {
+        let num_tokens =
+            counts.unwrap_or_default().iter().fold(0, |sum: u64, &count| sum.saturating_add(count));
+        let step = self.manager.get().call(py, num_tokens, |manager| {
+            // SAFETY: under the lock of the only manager that has this batch.
+            let mut sets = unsafe { self.sets.lend() };
+            manager.step_batch(self.batch, &mut sets, counts, token_ids)
+        })?;
+        let kvpager_core::BatchStep { buffer_set, num_rows, num_tokens, num_changes, upload_table } = step;
+        Ok(BatchStep { buffer_set, num_rows, num_tokens, num_changes, upload_table })
+    }
+}
+
+#[pymethods]
+impl DecodeBatch {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        manager: Py<KVBlockManager>,
+        first: &Bound<'_, PyAny>,
+        second: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let sets = BufferSets::open(first, second)?;
+        let shape = sets.shape();
+        let batch = manager.get().call(py, shape.max_rows as u64 * shape.max_blocks as u64, |manager| {
+            // SAFETY: nobody else has these sets yet.
+            manager.create_batch(shape, &mut unsafe { sets.lend() })
+        })?;
+        Ok(Self { manager, batch, shape, sets })
+    }
+
+    /// Make a sequence the last row; which row that is. O(1).
+    fn add(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let id = read_sequence_id(sequence_id)?;
+        self.manager.get().call(py, 0, |manager| manager.add_to_batch(self.batch, id))
+    }
+
+    /// Take a sequence out; the last row moves into the hole. (row, sequence that has it now or None). O(1).
+    fn remove(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<(usize, Option<u64>)> {
+        let id = read_sequence_id(sequence_id)?;
+        self.manager.get().call(py, 0, |manager| manager.remove_from_batch(self.batch, id))
+    }
+
+    /// Append one token, or `counts[row]`, to every row, with their ids row after row if they are known, and write the
+    /// set whose turn it is. O(rows + tokens + changes).
+    #[pyo3(signature = (counts = None, token_ids = None))]
+    fn step(
+        &self,
+        py: Python<'_>,
+        counts: Option<&Bound<'_, PyAny>>,
+        token_ids: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<BatchStep> {
+        if counts.is_none() && token_ids.is_none() {
+            return self.run(py, None, None);
+        }
+        self.manager.get().with_arrays(py, |arrays| {
+            counts.map(|counts| arrays.read_counts(counts)).transpose()?;
+            token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
+            let counts = counts.is_some().then_some(arrays.counts.as_slice());
+            let token_ids = token_ids.is_some().then_some(arrays.token_ids.as_slice());
+            self.run(py, counts, token_ids)
+        })
+    }
+
+    /// Say that the first `ns[row]` tokens of each row, all by default, are written: `commit_batch` by row.
+    /// O(rows + ids + blocks that became full).
+    #[pyo3(signature = (ns = None, token_ids = None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        ns: Option<&Bound<'_, PyAny>>,
+        token_ids: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let manager = self.manager.get();
+        if ns.is_none() && token_ids.is_none() {
+            return manager.call(py, 0, |manager| manager.commit_rows(self.batch, None, None));
+        }
+        manager.with_arrays(py, |arrays| {
+            ns.map(|ns| arrays.read_lengths(ns)).transpose()?;
+            token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
+            let ns = ns.is_some().then_some(arrays.counts.as_slice());
+            let token_ids = token_ids.is_some().then_some(arrays.token_ids.as_slice());
+            let work = token_ids.unwrap_or_default().len() as u64;
+            manager.call(py, work, |manager| manager.commit_rows(self.batch, ns, token_ids))
+        })
+    }
+
+    /// Say that what the sets and the device show is unknown: each set is rewritten at its next turn. O(rows).
+    fn invalidate(&self, py: Python<'_>) -> PyResult<()> {
+        self.manager.get().call(py, 0, |manager| manager.invalidate_batch(self.batch))
+    }
+
+    /// Rows in use: 0 to `num_rows` - 1. O(1).
+    #[getter]
+    fn num_rows(&self, py: Python<'_>) -> PyResult<usize> {
+        self.manager.get().call(py, 0, |manager| manager.batch_num_rows(self.batch))
+    }
+
+    /// The sequence of each row. O(rows).
+    #[getter]
+    fn sequence_ids(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.manager.get().call(py, 0, |manager| manager.batch_sequence_ids(self.batch))
+    }
+
+    /// B: sequences at once.
+    #[getter]
+    fn max_rows(&self) -> usize {
+        self.shape.max_rows
+    }
+
+    /// M: blocks of one sequence.
+    #[getter]
+    fn max_blocks(&self) -> usize {
+        self.shape.max_blocks
+    }
+
+    /// T: new tokens of one step.
+    #[getter]
+    fn max_tokens(&self) -> usize {
+        self.shape.max_tokens
+    }
+
+    /// C: table entries that one step can list.
+    #[getter]
+    fn max_changes(&self) -> usize {
+        self.shape.max_changes
+    }
+}
+
+impl Drop for DecodeBatch {
+    /// Its sequences are rows of no batch any more.
+    fn drop(&mut self) {
+        let forgotten =
+            Python::try_attach(|py| self.manager.get().call(py, 0, |manager| manager.drop_batch(self.batch)));
+        // Refused only by a manager that a panic made unusable, or an interpreter that is going away.
+        drop(forgotten);
+    }
+}
