@@ -12,10 +12,10 @@
 //!
 //! | row | an operation is |
 //! |---|---|
-//! | `append` | one token of a batch of 128 sequences that grow to 64 blocks, group after group until the pool is full |
+//! | `append` | one token of a batch of 16 sequences that grow to 8,192 tokens, group after group until the pool is full |
 //! | `release` | one block of these sequences, released in the order in which they were made |
 //! | `append_random`, `release_random` | the same with the free blocks shuffled, sequences released in random order |
-//! | `evict` | one block of a prompt of 64 blocks (admit, commit, release) in a pool full of other cached prompts |
+//! | `evict` | one block of a prompt of 8,192 tokens (admit, commit, release) in a pool full of other cached prompts |
 //!
 //! The pool has been full once before the times are taken, so that no page of memory is touched for the first time.
 //! Bytes a block are counted by the process's allocator: a pool with the index, once filled and released, without

@@ -6,12 +6,13 @@ use kvpager_core::{BlockManager, Config, Prompt, SequenceId};
 
 pub(crate) const BLOCK_SIZE: u64 = 16;
 
-/// Blocks of a sequence or a prompt.
-const LENGTH: u64 = 64;
+/// Blocks of a sequence or a prompt: 8,192 tokens. (With short sequences in a large pool, what is slow to reach is the
+/// sequence, not its blocks.)
+const LENGTH: u64 = 512;
 const LENGTH_TOKENS: u64 = LENGTH * BLOCK_SIZE;
 
 /// Sequences that grow together.
-const GROUP: u64 = 128;
+const GROUP: u64 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -134,7 +135,7 @@ impl World {
                 }
                 GROUP * LENGTH
             }
-            Operation::Evict => self.evict(100),
+            Operation::Evict => self.evict(16),
         }
     }
 

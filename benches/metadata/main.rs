@@ -46,14 +46,20 @@ struct Workload {
 
 const WORKLOADS: [Workload; 5] = [
     Workload {
-        rows: &[Row::Append, Row::Release],
+        rows: &[Row::Append, Row::Release, Row::Step],
         floor: |inputs, meter| floor::lifecycle(false, &inputs.generated, meter),
-        core: |inputs, meter| ours::lifecycle(false, &inputs.generated, meter),
+        core: |inputs, meter| {
+            ours::lifecycle(false, &inputs.generated, meter);
+            ours::steps(false, &inputs.generated, meter);
+        },
     },
     Workload {
-        rows: &[Row::AppendIndexed],
+        rows: &[Row::AppendIndexed, Row::StepIndexed],
         floor: |inputs, meter| floor::lifecycle(true, &inputs.generated, meter),
-        core: |inputs, meter| ours::lifecycle(true, &inputs.generated, meter),
+        core: |inputs, meter| {
+            ours::lifecycle(true, &inputs.generated, meter);
+            ours::steps(true, &inputs.generated, meter);
+        },
     },
     Workload {
         rows: &[Row::PromptsHeld],

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::hint::black_box;
 
-use kvpager_core::{BlockManager, Config, Prompt, SequenceId};
+use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId};
 
 use super::meter::Meter;
 use super::workloads::{
@@ -47,6 +47,43 @@ pub(crate) fn lifecycle(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter
             manager.release_sequence(id).expect("it exists");
         }
     });
+}
+
+/// The same with `step_batch`, which writes tables, lengths, starts and slots, and lists the new table entries; with
+/// `indexed` it is followed by `commit_rows`, which brings the ids.
+pub(crate) fn steps(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter) {
+    let mut manager = manager(APPEND_POOL, indexed);
+    for id in 0..BATCH as u64 {
+        manager.create_sequence(id).expect("the id is new");
+    }
+    let (mut memory, batch) = batch_of_all(&mut manager);
+    let row = if indexed { Row::StepIndexed } else { Row::Step };
+    meter.region(row, NUM_STEPS, || {
+        for tokens in generated {
+            let mut sets = memory.each_mut().map(BatchMemory::lend);
+            manager.step_batch(batch, &mut sets, None, None).expect("the pool is large enough");
+            black_box(&memory);
+            if indexed {
+                manager.commit_rows(batch, None, Some(tokens)).expect("they were appended");
+            }
+        }
+    });
+}
+
+/// A batch of all sequences, in the order of their ids.
+fn batch_of_all(manager: &mut BlockManager) -> ([BatchMemory; 2], BatchId) {
+    let shape = BatchShape {
+        max_rows: BATCH,
+        max_blocks: MAX_BLOCKS,
+        max_tokens: BATCH,
+        max_changes: BATCH + MAX_BLOCKS,
+    };
+    let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
+    let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).expect("they fit");
+    for id in manager.sequence_ids() {
+        manager.add_to_batch(batch, id).expect("there is a row for each");
+    }
+    (memory, batch)
 }
 
 /// Each prompt is admitted and committed; all are held to the end, or the oldest of more than `WINDOW` is released.
@@ -95,6 +132,22 @@ pub(crate) fn decode(meter: &mut Meter) {
             manager.write_block_tables(&ids, MAX_BLOCKS, &mut tables).expect("they fit");
             manager.write_seq_lens(&ids, &mut seq_lens).expect("they fit");
             black_box((&tables, &seq_lens, &slots));
+        }
+    });
+
+    let (mut manager, _) = at_8k();
+    let (mut memory, batch) = batch_of_all(&mut manager);
+    let mut step = || {
+        let mut sets = memory.each_mut().map(BatchMemory::lend);
+        manager.step_batch(batch, &mut sets, None, None).expect("the pool is large enough");
+        black_box(&memory);
+    };
+    // The first step of each set writes it whole.
+    step();
+    step();
+    meter.region(Row::DecodeDelta, DECODE_STEPS - 2, || {
+        for _ in 2..DECODE_STEPS {
+            step();
         }
     });
 }

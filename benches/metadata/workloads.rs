@@ -27,7 +27,8 @@ pub(crate) const WINDOW: usize = 256;
 
 /// Decode metadata: tables of `BATCH` rows × `MAX_BLOCKS` entries, lengths that end just below 8,192 tokens.
 pub(crate) const MAX_BLOCKS: usize = 512;
-pub(crate) const DECODE_POOL: usize = BATCH * MAX_BLOCKS;
+/// More blocks than the batch ever holds at once: nearly empty pools have a bench of their own.
+pub(crate) const DECODE_POOL: usize = BATCH * (MAX_BLOCKS + 1);
 pub(crate) const DECODE_STEPS: usize = 176;
 
 /// Length of row `row` before the first decode step: staggered, so that at each step 16 rows open a block.
@@ -40,6 +41,9 @@ pub(crate) fn decode_length(row: usize) -> usize {
 pub(crate) enum Row {
     Append,
     AppendIndexed,
+    /// The two above once more, with everything that a step hands to kernels.
+    Step,
+    StepIndexed,
     PromptsHeld,
     PromptsEvicting,
     DecodeDelta,
@@ -48,9 +52,11 @@ pub(crate) enum Row {
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 7] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Append,
         Self::AppendIndexed,
+        Self::Step,
+        Self::StepIndexed,
         Self::PromptsHeld,
         Self::PromptsEvicting,
         Self::DecodeDelta,
@@ -60,7 +66,11 @@ impl Row {
 
     /// The row of the floor that it is compared with.
     pub(crate) fn floor(self) -> Self {
-        self
+        match self {
+            Self::Step => Self::Append,
+            Self::StepIndexed => Self::AppendIndexed,
+            other => other,
+        }
     }
 
     /// As in JSON and on the command line.
@@ -68,6 +78,8 @@ impl Row {
         match self {
             Self::Append => "append",
             Self::AppendIndexed => "append_indexed",
+            Self::Step => "step",
+            Self::StepIndexed => "step_indexed",
             Self::PromptsHeld => "prompts_held",
             Self::PromptsEvicting => "prompts_evicting",
             Self::DecodeDelta => "decode_delta",
@@ -79,8 +91,10 @@ impl Row {
     /// As in the table.
     pub(crate) fn words(self) -> &'static str {
         match self {
-            Self::Append => "append: step of 256 sequences, no index",
-            Self::AppendIndexed => "append + commit: step of 256, index on",
+            Self::Append => "append to 256 sequences, no index",
+            Self::AppendIndexed => "append + commit, 256, index on",
+            Self::Step => "DecodeBatch step of 256, no index",
+            Self::StepIndexed => "DecodeBatch step + commit, 256, index on",
             Self::PromptsHeld => "prompt of 2,048, 1,024 shared, all held",
             Self::PromptsEvicting => "the same, window 256, 32k blocks: evicts",
             Self::DecodeDelta => "decode metadata, 256 at 8k: what changed",
