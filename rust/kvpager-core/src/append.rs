@@ -25,6 +25,8 @@ pub(crate) struct Scratch {
     pub(crate) rows: Vec<u32>,
     /// Of each row of the sequence table: tokens that earlier mentions of the batch append (or commit to).
     pub(crate) planned: Vec<u64>,
+    /// Rows that filled a block in a commit.
+    pub(crate) filled: Vec<u32>,
     /// Of a shared tail: holders that have left it for a copy earlier in the batch.
     leaving: FxHashMap<BlockId, u32>,
 }
@@ -428,7 +430,7 @@ impl BlockManager {
         counts: Option<&[u64]>,
         mut check: impl FnMut(&Self, u32, u64, u64) -> Result<()>,
     ) -> Result<()> {
-        let Scratch { rows, mut planned, leaving } = std::mem::take(&mut self.scratch);
+        let Scratch { rows, mut planned, filled, leaving } = std::mem::take(&mut self.scratch);
         planned.resize(self.sequences.rows.len(), 0);
         let mut checked = Ok(());
         for (at, &row) in rows.iter().enumerate() {
@@ -443,7 +445,7 @@ impl BlockManager {
         for &row in &rows {
             planned[row as usize] = 0;
         }
-        self.scratch = Scratch { rows, planned, leaving };
+        self.scratch = Scratch { rows, planned, filled, leaving };
         checked
     }
 
@@ -452,7 +454,7 @@ impl BlockManager {
     /// is copied by all.
     fn settle_exactly(&mut self, counts: Option<&[u64]>, free: u64) -> Result<()> {
         let Self { config, pool, sequences, scratch, .. } = self;
-        let Scratch { rows, planned, leaving } = scratch;
+        let Scratch { rows, planned, leaving, .. } = scratch;
         planned.resize(sequences.rows.len(), 0);
         let mut needed = 0_u64;
         let mut first_lacking = None;

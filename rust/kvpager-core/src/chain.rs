@@ -93,6 +93,32 @@ impl Chain {
         }
     }
 
+    /// Takes the id of the one token between the computed ones and `n`, if that is all that is missing.
+    #[inline]
+    pub(crate) fn commit_next(&mut self, n: u64, token_id: TokenId) -> bool {
+        let computed = self.computed as usize;
+        if self.computed + 1 != n || self.num_known != computed || self.ids.len() != computed {
+            return false;
+        }
+        self.ids.push(token_id);
+        self.num_known += 1;
+        self.computed = n;
+        true
+    }
+
+    /// Takes back the last [`commit_next`](Self::commit_next).
+    pub(crate) fn uncommit_last(&mut self) {
+        self.ids.pop();
+        self.num_known -= 1;
+        self.computed -= 1;
+    }
+
+    /// Whether a block that could enter the index became full when `n` tokens were computed.
+    #[inline]
+    pub(crate) fn has_filled(&self, n: u64, block_size: u64) -> bool {
+        n >= (self.num_indexed as u64 + 1) * block_size
+    }
+
     /// How many of the first `n` ids are not known.
     #[inline]
     pub(crate) fn num_unknown(&self, n: u64) -> u64 {

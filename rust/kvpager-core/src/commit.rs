@@ -7,9 +7,10 @@
 //! Costs: O(1 + ids + blocks that became full), nothing allocated once warm.
 
 use crate::admission::{check_token_ids, encode_kept_items};
+use crate::append::Scratch;
 use crate::manager::BlockManager;
 use crate::pool::INDEXED;
-use crate::sequence::Sequence;
+use crate::sequence::{Sequence, SequenceTable};
 use crate::{BlockId, Error, Result, SequenceId, TokenId};
 
 impl BlockManager {
@@ -99,8 +100,46 @@ impl BlockManager {
         self.commit_found(ns, token_ids)
     }
 
+    /// The commit of a decode step, in one pass: each row in `scratch.rows` has computed one token more, whose id comes
+    /// with it. Anything else takes back what the pass did and leaves the rest to the general way.
+    fn commit_step(&mut self, ns: &[u64], token_ids: &[TokenId]) -> bool {
+        let Self { config, sequences, scratch, copies, .. } = self;
+        if copies.len() > 0 || !config.prefix_caching() || token_ids.len() != ns.len() {
+            return false;
+        }
+        let Scratch { rows, filled, .. } = scratch;
+        filled.clear();
+        let SequenceTable { rows: sequences, chains, .. } = sequences;
+        let mut num_done = 0;
+        for ((&row, &n), &token_id) in rows.iter().zip(ns).zip(token_ids) {
+            let chain = &mut chains[row as usize];
+            if n > sequences[row as usize].length || !chain.commit_next(n, token_id) {
+                break;
+            }
+            if chain.has_filled(n, config.block_size()) {
+                filled.push(row);
+            }
+            num_done += 1;
+        }
+        if num_done < ns.len() {
+            for &row in &rows[..num_done] {
+                chains[row as usize].uncommit_last();
+            }
+            return false;
+        }
+        for at in 0..self.scratch.filled.len() {
+            let row = self.scratch.filled[at] as usize;
+            let n = self.sequences.chains[row].computed;
+            self.index_full_blocks(row, n - 1, n);
+        }
+        true
+    }
+
     /// [`commit_batch`](Self::commit_batch) for the sequences whose rows stand in `scratch.rows`, with sound ids.
     pub(crate) fn commit_found(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> Result<()> {
+        if token_ids.is_some_and(|token_ids| self.commit_step(ns, token_ids)) {
+            return Ok(());
+        }
         let rows = std::mem::take(&mut self.scratch.rows);
         let checked = self.check_commit_rows(&rows, ns, token_ids);
         if checked.is_ok() {
@@ -151,7 +190,7 @@ impl BlockManager {
         let chain = &mut self.sequences.chains[row as usize];
         let before = std::mem::replace(&mut chain.computed, n);
         // Mostly no block that could enter became full: no division.
-        if n >= (chain.num_indexed as u64 + 1) * self.config.block_size() {
+        if chain.has_filled(n, self.config.block_size()) {
             self.index_full_blocks(row as usize, before, n);
         }
     }
