@@ -4,6 +4,7 @@
 // order, checks them (checks.h), picks the type and calls the kernel. Stable ABI only: no ATen, no c10.
 #include "checks.h"
 #include "cpu/kernels.h"
+#include "fused_checks.h"
 
 namespace kvpager {
 namespace {
@@ -55,6 +56,15 @@ void merge_attention(Tensor out, std::optional<Tensor> lse, Tensor out_a, Tensor
   });
 }
 
+void qk_norm_rope_write(Tensor query_out, Tensor qkv, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
+                        Tensor cos_sin, Tensor positions, Tensor key_cache, Tensor value_cache, Tensor slot_mapping,
+                        double eps) {
+  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
+    cpu::qk_norm_rope_write(fused_params<decltype(zero)>(query_out, qkv, q_weight, k_weight, cos_sin, positions,
+                                                         key_cache, value_cache, slot_mapping, eps));
+  });
+}
+
 void copy_blocks(std::vector<Tensor> caches, Tensor pairs) {
   check_copy(caches, pairs);
   std::vector<CopyShape> shapes;
@@ -80,6 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvpager, CPU, library) {
   library.impl("paged_attention", TORCH_BOX(&kvpager::paged_attention));
   library.impl("paged_prefill", TORCH_BOX(&kvpager::paged_prefill));
   library.impl("merge_attention", TORCH_BOX(&kvpager::merge_attention));
+  library.impl("qk_norm_rope_write", TORCH_BOX(&kvpager::qk_norm_rope_write));
   library.impl("copy_blocks", TORCH_BOX(&kvpager::copy_blocks));
   library.impl("take_errors", TORCH_BOX(&kvpager::take_errors));
 }

@@ -100,6 +100,24 @@ struct MergeParams {
   int64_t num_tokens, num_heads, head_dim;
 };
 
+// The fused front end of a step. T: type of qkv and query_out. C: type of the caches, T itself or the codes of a quantised
+// cache.
+template <class T, class C = T>
+struct FusedParams {
+  Rows<T> query_out;                // [>= num_tokens, H, D]
+  Rows<const T> qkv;                // [>= num_tokens, H + 2 K, D]: query heads, then key heads, then value heads
+  const T *q_weight, *k_weight;     // [D], contiguous; null = no norm
+  List<int64_t> positions;          // [>= num_tokens], rows of cos_sin
+  const accumulate_t<T>* cos_sin;   // [num_positions, D]: D / 2 cosines, then D / 2 sines
+  int64_t cos_sin_stride;           // of a row
+  Cache<C> key_cache, value_cache;  // [N, K, S, D]
+  Scales<float> key_scale, value_scale;
+  List<int64_t> slot_mapping;  // [num_tokens]
+  int64_t num_tokens, num_heads, num_positions;
+  PoolShape pool;
+  accumulate_t<T> eps;
+};
+
 // One cache [N, inner...] of `copy_blocks`: element strides of the inner dimensions, contiguous ones merged.
 struct CopyShape {
   static constexpr int kMaxInner = 7;

@@ -2,8 +2,8 @@
 //
 // A tile is up to kTileRows rows (query tokens times the heads of a group) of one sequence, attended once for each kv
 // head. Threads take (tile, kv head) pairs from one line ordered by what they cost, so a causal prompt, a chunk on a
-// long prefix and a mixed batch all end within one small tile of each other. Small calls are cut finer, down to one
-// token a tile, so that every thread has some. How tiles are cut has no part in the result (see prefill.isa.cpp).
+// long prefix and a mixed batch all end within one small tile of each other. Small calls are cut finer, down to a block
+// of rows, so that every thread has some. How tiles are cut has no part in the result (see prefill.isa.cpp).
 // Cost: O(query tokens * positions seen * H * D) arithmetic, O(B + tiles) for the cuts.
 #include "prefill.h"
 
@@ -53,21 +53,26 @@ int64_t check_values(const AttentionParams<T, C>& p) {
   return pairs;
 }
 
+// Tiles of up to `max_rows` rows: whole groups of a few tokens or, where a group has more rows, parts of one.
 template <class T, class C>
-std::vector<PrefillTile> tiles_of(const AttentionParams<T, C>& p, int64_t tokens_per_tile) {
+std::vector<PrefillTile> tiles_of(const AttentionParams<T, C>& p, int64_t max_rows) {
+  const int64_t group = p.num_heads / p.pool.num_kv_heads;
+  const int64_t members = std::min(group, max_rows), tokens = max_rows / members;
   std::vector<PrefillTile> tiles;
   for (int64_t row = 0; row < p.num_sequences; ++row) {
     const int64_t start = p.query_start_loc[row], query_len = p.query_start_loc[row + 1] - start;
-    for (int64_t token = 0; token < query_len; token += tokens_per_tile)
-      tiles.push_back(
-          {row, start + token, std::min(tokens_per_tile, query_len - token), p.seq_lens[row] - query_len + token});
+    for (int64_t token = 0; token < query_len; token += tokens)
+      for (int64_t member = 0; member < group; member += members)
+        tiles.push_back({row, start + token, std::min(tokens, query_len - token), p.seq_lens[row] - query_len + token,
+                         member, std::min(members, group - member)});
   }
   return tiles;
 }
 
 template <class T, class C>
 int64_t cost_of(const AttentionParams<T, C>& p, const PrefillTile& tile) {
-  return tile.num_tokens * (tile.first_position + tile.num_tokens - p.first_visible(tile.first_position));
+  return tile.num_tokens * tile.num_members *
+         (tile.first_position + tile.num_tokens - p.first_visible(tile.first_position));
 }
 
 struct AlignedDelete {
@@ -78,13 +83,14 @@ struct AlignedDelete {
 
 template <class T, class C>
 void prefill(const AttentionParams<T, C>& p) {
-  const int64_t K = p.pool.num_kv_heads, D = p.pool.head_dim, group = p.num_heads / K;
+  const int64_t K = p.pool.num_kv_heads, D = p.pool.head_dim;
   const int64_t work = check_values(p) * p.num_heads * D * 2;
   const int64_t threads = work < kSmallWork ? 1 : static_cast<int64_t>(torch::stable::get_num_threads());
-  int64_t tokens = std::max<int64_t>(1, kTileRows / group);
-  std::vector<PrefillTile> tiles = tiles_of(p, tokens);
-  while (threads > 1 && tokens > 1 && static_cast<int64_t>(tiles.size()) * K < threads * kTilesPerThread)
-    tiles = tiles_of(p, tokens = (tokens + 1) / 2);
+  int64_t max_rows = kTileRows;
+  std::vector<PrefillTile> tiles = tiles_of(p, max_rows);
+  while (threads > 1 && max_rows > kPrefillRowBlock &&
+         static_cast<int64_t>(tiles.size()) * K < threads * kTilesPerThread)
+    tiles = tiles_of(p, max_rows /= 2);
   // Length 0, and rows past the last sequence. A sequence of length 0 has no queries.
   write_empty(p, p.query_start_loc[p.num_sequences], p.num_tokens);
   if (tiles.empty()) return;
@@ -93,7 +99,7 @@ void prefill(const AttentionParams<T, C>& p) {
 
   const auto attend = KVPAGER_ACTIVE(attend_tile<T, C>);
   const int64_t num_items = static_cast<int64_t>(tiles.size()) * K;
-  const int64_t floats = prefill_scratch_floats(tokens * group, D);
+  const int64_t floats = prefill_scratch_floats(max_rows, D);
   std::atomic<int64_t> next_item{0};
   const auto take_items = [&](int64_t, int64_t) {
     const std::unique_ptr<float[], AlignedDelete> scratch(new (std::align_val_t{64}) float[floats]);

@@ -6,9 +6,10 @@
 
 namespace kvpager::cpu {
 
-// Consecutive query tokens of one sequence; the token at first_token stands at first_position.
+// Consecutive query tokens of one sequence, and consecutive members of each group of query heads; the token at
+// first_token stands at first_position.
 struct PrefillTile {
-  int64_t sequence, first_token, num_tokens, first_position;
+  int64_t sequence, first_token, num_tokens, first_position, first_member, num_members;
 };
 
 constexpr int64_t kPrefillChunk = 128;  // positions whose K and V are packed at once

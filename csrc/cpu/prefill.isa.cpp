@@ -47,8 +47,8 @@ class TileWorker {
 
  public:
   TileWorker(const AttentionParams<T, C>& params, const PrefillTile& work, int64_t head, float* scratch)
-      : p(params), tile(work), kv_head(head), D(p.pool.head_dim), group(p.num_heads / p.pool.num_kv_heads),
-        rows(tile.num_tokens * group), depth(round_up(D, kPer * kWidth) / kPer), width(round_up(D, kWidth)) {
+      : p(params), tile(work), kv_head(head), D(p.pool.head_dim), members(tile.num_members),
+        rows(tile.num_tokens * members), depth(round_up(D, kPer * kWidth) / kPer), width(round_up(D, kWidth)) {
     // Within prefill_scratch_floats: depth, width <= D rounded up to 32.
     const auto take = [&](int64_t floats) {
       float* const begin = scratch;
@@ -79,7 +79,11 @@ class TileWorker {
   }
 
  private:
-  int64_t position_of(int64_t row) const { return tile.first_position + row / group; }
+  int64_t token_of(int64_t row) const { return tile.first_token + row / members; }
+  int64_t head_of(int64_t row) const {
+    return kv_head * (p.num_heads / p.pool.num_kv_heads) + tile.first_member + row % members;
+  }
+  int64_t position_of(int64_t row) const { return tile.first_position + row / members; }
 
   // Units `unit` ... of a row of D elements, zeros past its end.
   template <class E>
@@ -96,8 +100,8 @@ class TileWorker {
 
   void start() {
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t head = kv_head * group + row % group;                  // < H
-      const T* source = p.query.at(tile.first_token + row / group, head);  // tokens of a tile are < num_tokens
+      const int64_t head = head_of(row);                  // < H
+      const T* source = p.query.at(token_of(row), head);  // tokens of a tile are < num_tokens
       for (int64_t unit = 0; unit < depth; unit += kWidth) store(query + row * depth + unit, units_of(source, unit));
       memset(sums + row * width, 0, width * sizeof(float));
       const bool sink = p.sinks.data != nullptr && p.sinks[head] > -INFINITY;
@@ -216,7 +220,7 @@ class TileWorker {
 
   void finish() {
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+      const int64_t token = token_of(row), head = head_of(row);
       T* out = p.out.at(token, head);
       for (int64_t d = 0; d < D; d += kWidth) {
         const Vec result = div(load(sums + row * width + d), splat(weight_totals[row]));
@@ -228,7 +232,7 @@ class TileWorker {
 
   const AttentionParams<T, C>& p;
   const PrefillTile& tile;
-  const int64_t kv_head, D, group, rows;
+  const int64_t kv_head, D, members, rows;
   const int64_t depth, width;  // units of a row of Q or K; floats of a row of V or of sums
   float *query, *sums, *keys, *values, *scores, *weights, *tops, *totals, *weight_totals;
   int64_t first, stop, chunk;  // positions the tile sees; first position of the packed chunk

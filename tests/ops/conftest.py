@@ -8,7 +8,7 @@ code with the reference.
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpager import native, ops
-from kvpager.ops import attention, device_errors, dispatch, moves
+from kvpager.ops import attention, device_errors, dispatch, fused, moves
 from kvpager.ops.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, tor
 WRAPPED = {
     attention: ("paged_attention", "paged_prefill", "merge_attention"),
     moves: ("write_kv", "copy_blocks"),
+    fused: ("qk_norm_rope_write",),
 }
 
 
@@ -63,6 +64,17 @@ def reference_library() -> torch.library.Library:
     for name, kernel in dispatch.REFERENCE_KERNELS.items():
         library.impl(name, kernel, "CPU")
     return library
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test on the native CPU kernels of one instruction set."""
+    if request.param not in native.native_status().cpu_isas:
+        pytest.skip("not on this machine, or no native library")
+    before = native.active_cpu_isa()
+    native.select_cpu_isa(request.param)
+    yield request.param
+    native.select_cpu_isa(before)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ def arguments_of(name):
         "paged_attention": ((out[:2], lse[:2], query[:2], *caches, table, lengths), options),
         "paged_prefill": ((out, lse, query, *caches, table, starts, lengths), {**options, "max_query_len": 4}),
         "merge_attention": ((out, None, query, torch.randn(4, 6), query + 1, torch.randn(4, 6)), {}),
+        "qk_norm_rope_write": (
+            (query, torch.randn(4, 80), torch.randn(8), None, torch.randn(9, 8), torch.tensor([0, 8, 3, 1]), *caches,
+             torch.tensor([3, -1, 9, 15])),
+            {"eps": 1e-6},
+        ),
         "copy_blocks": ((caches, torch.tensor([[0, 1]])), {}),
         "take_errors": ((torch.zeros(1, dtype=torch.int64),), {}),
     }[name]

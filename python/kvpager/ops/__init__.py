@@ -18,9 +18,21 @@ the reference kernels and logs that once.
 from kvpager.ops import dispatch
 from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
 from kvpager.ops.device_errors import check_errors
+from kvpager.ops.fused import qk_norm_rope_write
 from kvpager.ops.layout import Layout
 from kvpager.ops.moves import copy_blocks, write_kv
+from kvpager.ops.shared_prefix import shared_prefix_attention
 
-__all__ = ["Layout", "check_errors", "copy_blocks", "merge_attention", "paged_attention", "paged_prefill", "write_kv"]
+__all__ = [
+    "Layout",
+    "check_errors",
+    "copy_blocks",
+    "merge_attention",
+    "paged_attention",
+    "paged_prefill",
+    "qk_norm_rope_write",
+    "shared_prefix_attention",
+    "write_kv",
+]
 
 dispatch.register_kernels()

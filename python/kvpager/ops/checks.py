@@ -154,6 +154,57 @@ def check_merge(
     _check_results(out, lse, out_a)
 
 
+def check_fused(
+    query_out: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float,
+) -> None:
+    """Metadata of `qk_norm_rope_write`; caches are HND."""
+    _, K, _, D = check_caches(key_cache, value_cache)
+    device = key_cache.device
+    if D % 2:
+        raise ArgumentError("key_cache", "an even head dim, which turns in pairs", D)
+    _check_ints("slot_mapping", slot_mapping, torch.int64, 1, "[T]", device)
+    _check_ints("positions", positions, torch.int64, 1, "[T]", device)
+    if query_out.dim() != 3:
+        _refuse("query_out", "[T, H, D]", query_out)
+    H = query_out.shape[1]
+    if H == 0 or H % K:
+        raise ArgumentError("query_out", f"a number of heads that is a multiple of the {K} kv heads", f"{H} heads")
+    _check_rows("query_out", query_out, "[T, H, D]", key_cache, H, D)
+    width = (H + 2 * K) * D
+    _check_vectors("qkv", qkv, 2, width, key_cache.dtype, device)
+    _check_vectors("cos_sin", cos_sin, 2, D, accumulate_dtype(key_cache.dtype), device)
+    for argument, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            _check_vectors(argument, weight, 1, D, key_cache.dtype, device)
+    rows = slot_mapping.shape[0]
+    for argument, tensor in (("query_out", query_out), ("qkv", qkv), ("positions", positions)):
+        if tensor.shape[0] < rows:
+            raise ArgumentError(argument, f"at least {rows} rows, one for each slot", f"{tensor.shape[0]} rows")
+    if not eps >= 0:
+        raise ArgumentError("eps", "0 or a positive number", eps)
+
+
+def _check_vectors(
+    argument: str, tensor: Tensor, dims: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Vectors of `width` numbers, one or a stack of them, each contiguous."""
+    if tensor.dim() != dims or tensor.shape[-1] != width or tensor.dtype is not dtype or tensor.device != device:
+        shape = f"[any, {width}]" if dims == 2 else f"[{width}]"
+        _refuse(argument, f"{shape} {str(dtype).removeprefix('torch.')} on {device}", tensor)
+    if tensor.stride(-1) != 1 and width > 1:
+        raise ArgumentError(argument, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(-1)}")
+
+
 def check_copy(caches: list[Tensor], pairs: Tensor) -> None:
     """Metadata of `copy_blocks`: caches whose first dimension is the block, pairs [P, 2] beside them."""
     if not caches:
@@ -175,6 +226,15 @@ def check_slot_values(slot_mapping: Tensor, num_slots: int) -> None:
         token = int(bad.nonzero()[0])
         got = int(slot_mapping[token])
         raise SlotError(f"`slot_mapping`: wanted -1 or a slot below {num_slots}, got {got} at token {token}")
+
+
+def check_position_values(positions: Tensor, num_positions: int) -> None:
+    """Every position is a row of the table of angles. O(T), reads the values."""
+    bad = (positions < 0) | (positions >= num_positions)
+    if bad.any():
+        token = int(bad.nonzero()[0])
+        wanted = f"0 to {num_positions - 1} (rows of `cos_sin`)"
+        raise ArgumentError("positions", wanted, f"{int(positions[token])} at token {token}")
 
 
 def check_sequence_values(

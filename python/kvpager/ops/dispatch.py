@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpager.native import native_status
-from kvpager.ops import checks, reference
+from kvpager.ops import checks, reference, reference_fused
 from kvpager.ops.schemas import NAMESPACE, SCHEMAS, library
 
 
@@ -77,6 +77,11 @@ def _merge_attention(out: Tensor, lse: Tensor | None, *parts: Tensor) -> None:
     _store(out, lse, reference.merge_attention(*parts))
 
 
+def _qk_norm_rope_write(*inputs: Any, eps: float) -> None:
+    checks.check_fused(*inputs, eps=eps)
+    reference_fused.qk_norm_rope_write(*inputs, eps=eps)
+
+
 def _copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
     checks.check_copy(caches, pairs)
     reference.copy_blocks(caches, pairs)
@@ -97,6 +102,7 @@ REFERENCE_KERNELS: dict[str, Callable[..., None]] = {
     "paged_attention": _paged_attention,
     "paged_prefill": _paged_prefill,
     "merge_attention": _merge_attention,
+    "qk_norm_rope_write": _qk_norm_rope_write,
     "copy_blocks": _copy_blocks,
     "take_errors": _take_errors,
 }
@@ -106,9 +112,13 @@ FAKES: dict[str, Callable[..., None]] = {
     "paged_attention": _check_attention,
     "paged_prefill": _check_prefill,
     "merge_attention": checks.check_merge,
+    "qk_norm_rope_write": checks.check_fused,
     "copy_blocks": checks.check_copy,
     "take_errors": _check_word,
 }
+
+# What the CUDA library has no kernel for; the reference runs there.
+WITHOUT_CUDA_KERNEL = frozenset({"qk_norm_rope_write"})
 
 
 def register_kernels() -> None:
@@ -117,6 +127,6 @@ def register_kernels() -> None:
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     status = native_status()
     for served, key in ((status.loaded, "CPU"), (status.cuda_kernels, "CUDA")):
-        if not served:
-            for name in SCHEMAS:
+        for name in SCHEMAS:
+            if not served or (key == "CUDA" and name in WITHOUT_CUDA_KERNEL):
                 library.impl(name, REFERENCE_KERNELS[name], key)  # type: ignore[no-untyped-call]

@@ -27,6 +27,10 @@ SCHEMAS = {
     "merge_attention": (
         "(Tensor(a!) out, Tensor(b!)? lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()"
     ),
+    "qk_norm_rope_write": (
+        "(Tensor(a!) query_out, Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos_sin, Tensor positions, "
+        "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, *, float eps) -> ()"
+    ),
     "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
     # Moves the device's error word into `word` [1] int64 and clears it, in stream order.
     "take_errors": "(Tensor(a!) word) -> ()",

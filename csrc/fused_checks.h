@@ -1,0 +1,60 @@
+// From tensors to FusedParams; see checks.h.
+#pragma once
+#include "checks.h"
+
+namespace kvpager {
+
+inline const void* check_norm_weight(const char* argument, const std::optional<Tensor>& weight, const Tensor& qkv,
+                                     int64_t head_dim) {
+  if (!weight) return nullptr;
+  check_tensor(argument, *weight, qkv.scalar_type(), qkv, {head_dim});
+  check_last_contiguous(argument, *weight);
+  return weight->const_data_ptr();
+}
+
+template <class T>
+FusedParams<T> fused_params(const Tensor& query_out, const Tensor& qkv, const std::optional<Tensor>& q_weight,
+                            const std::optional<Tensor>& k_weight, const Tensor& cos_sin, const Tensor& positions,
+                            const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
+                            double eps) {
+  using A = accumulate_t<T>;
+  const PoolShape pool = check_pool(key_cache, value_cache);
+  const ScalarType dtype = key_cache.scalar_type();
+  const int64_t D = pool.head_dim;
+  if (D % 2 != 0) fail_argument("key_cache", "an even head dim, which turns in pairs", std::to_string(D));
+  check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
+  const int64_t num_tokens = slot_mapping.size(0);
+  check_tensor("query_out", query_out, dtype, key_cache, {num_tokens, -1, D}, /*at_least=*/true);
+  check_last_contiguous("query_out", query_out);
+  const int64_t num_heads = query_out.size(1);
+  if (num_heads == 0 || num_heads % pool.num_kv_heads != 0)
+    fail_argument("query_out",
+                  "a number of heads that is a multiple of the " + std::to_string(pool.num_kv_heads) + " kv heads",
+                  std::to_string(num_heads) + " heads");
+  check_tensor("qkv", qkv, dtype, key_cache, {num_tokens, (num_heads + 2 * pool.num_kv_heads) * D}, /*at_least=*/true);
+  check_last_contiguous("qkv", qkv);
+  check_tensor("cos_sin", cos_sin, accumulate_dtype(dtype), key_cache, {-1, D});
+  check_last_contiguous("cos_sin", cos_sin);
+  check_tensor("positions", positions, ScalarType::Long, key_cache, {num_tokens}, /*at_least=*/true);
+  if (!(eps >= 0)) fail_argument("eps", "0 or more", std::to_string(eps));
+
+  FusedParams<T> params{};
+  params.query_out = mutable_rows_of<T>(query_out);
+  params.qkv = {static_cast<const T*>(qkv.const_data_ptr()), qkv.stride(0), D};
+  params.q_weight = static_cast<const T*>(check_norm_weight("q_weight", q_weight, qkv, D));
+  params.k_weight = static_cast<const T*>(check_norm_weight("k_weight", k_weight, qkv, D));
+  params.positions = list_of<int64_t>(positions);
+  params.cos_sin = static_cast<const A*>(cos_sin.const_data_ptr());
+  params.cos_sin_stride = cos_sin.stride(0);
+  params.key_cache = mutable_cache_of<T>(key_cache);
+  params.value_cache = mutable_cache_of<T>(value_cache);
+  params.slot_mapping = list_of<int64_t>(slot_mapping);
+  params.num_tokens = num_tokens;
+  params.num_heads = num_heads;
+  params.num_positions = cos_sin.size(0);
+  params.pool = pool;
+  params.eps = static_cast<A>(eps);
+  return params;
+}
+
+}  // namespace kvpager
