@@ -177,7 +177,7 @@ class KVBlockManager(_core.KVBlockManager):
         if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
             room = 0
         slots = torch.empty(room, dtype=torch.int64)
-        num_computed, num_slots = self.admit_into(sequence_id, ids, slots.numpy(), **options)
+        num_computed, num_slots = self.admit_into(sequence_id, ids, lend("out", slots), **options)
         return Admission(num_computed, slots[:num_slots])
 
     @overload

@@ -1,6 +1,5 @@
 """Both implementations under one set of tests, and the helpers that arrange and observe them."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvpager.block_manager
+import kvpager.decode_batch
 import kvpager.reference
 
 sys.path.append(str(Path(__file__).parent))  # `driver` and `shadow`, which several test files use
@@ -27,12 +27,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return CLASSES[request.param]
 
 
-# The binding gets its prefix index in a later commit; until then the reference is tested alone.
-RUST_CACHES = hasattr(kvpager.block_manager.KVBlockManager, "reset_prefix_cache")
-CACHING = ["rust", "rust, every hash equal", "reference"] if RUST_CACHES else ["reference"]
-
-
-@pytest.fixture(params=CACHING)
+@pytest.fixture(params=["rust", "rust, every hash equal", "reference"])
 def make_caching(request: pytest.FixtureRequest) -> Make:
     """The same with the prefix index on: `make_caching(num_blocks, block_size, **options)`."""
     hook = {"_equal_hashes": True} if "equal" in request.param else {}
@@ -48,16 +43,10 @@ class BatchKit:
     buffers: Any
 
 
-def _batch_kits() -> dict[str, BatchKit]:
-    reference = kvpager.reference
-    kits = {"reference": BatchKit(reference.KVBlockManager, reference.DecodeBatch, reference.BatchBuffers)}
-    if RUST_CACHES and importlib.util.find_spec("kvpager.decode_batch"):  # comes in a later commit
-        rust = importlib.import_module("kvpager.decode_batch")
-        kits["rust"] = BatchKit(CLASSES["rust"], rust.DecodeBatch, rust.BatchBuffers)
-    return kits
-
-
-BATCH_KITS = _batch_kits()
+BATCH_KITS = {
+    "rust": BatchKit(CLASSES["rust"], kvpager.decode_batch.DecodeBatch, kvpager.decode_batch.BatchBuffers),
+    "reference": BatchKit(CLASSES["reference"], kvpager.reference.DecodeBatch, kvpager.reference.BatchBuffers),
+}
 
 
 @pytest.fixture(params=BATCH_KITS.values(), ids=BATCH_KITS)
@@ -69,7 +58,7 @@ def batch_kit(request: pytest.FixtureRequest) -> BatchKit:
 @pytest.fixture
 def batch_kits() -> list[BatchKit]:
     """All implementations, the reference last."""
-    return [*reversed(BATCH_KITS.values())]
+    return list(BATCH_KITS.values())
 
 
 @pytest.fixture
@@ -94,13 +83,11 @@ def observe() -> Callable[[Any], dict[str, Any]]:
     def observe(manager: Any) -> dict[str, Any]:
         assert manager.check_invariants() == []
         stats = manager.stats
-        shown = {}
-        if RUST_CACHES or isinstance(manager, kvpager.reference.KVBlockManager):
-            shown["states"] = manager.block_states()
-            shown["computed"] = [manager.num_computed_tokens(i) for i in manager.sequences]
-        return shown | {
+        return {
             "free_blocks": manager.free_blocks,
-            "stats": {name: getattr(stats, name) for name in driver.STATS if hasattr(stats, name)},
+            "states": manager.block_states(),
+            "stats": {name: getattr(stats, name) for name in driver.STATS},
+            "computed": [manager.num_computed_tokens(i) for i in manager.sequences],
             "sequences": {i: (s.sequence_length, s.block_table) for i, s in manager.sequences.items()},
             "usage": manager.usage,
             "fragmentation": manager.internal_fragmentation_tokens(),

@@ -229,6 +229,14 @@ def test_remove_moves_the_last_row_into_the_hole(started):
     assert started.batch.num_rows == 1
 
 
+def test_a_row_that_left_and_came_back_is_listed_whole(started):
+    started.step(None, None)
+    assert started.batch.remove(3) == (2, None)
+    assert started.batch.add(3) == 2
+    _, changes, _ = started.step([0, 0, 0], None)
+    assert changes == [[2, 0, 2], [2, 1, 3], [2, 2, 4]]
+
+
 def test_what_truncate_cuts_is_listed_as_minus_one(started):
     started.step(None, None)
     started.manager.truncate_sequence(3, 2)
@@ -372,6 +380,34 @@ def test_b130_step_metadata_is_a_snapshot(started):
         started.batch.remove(2)
         started.batch.add(2)
         started.step([0, turn % 2, 2], None)
+
+
+def test_b130_a_late_reader_sees_what_a_prompt_one_saw(batch_kit):
+    """1,000 steps over two sets; step n is read again after step n + 1 was prepared."""
+    manager = batch_kit.manager(40, 4, enable_prefix_caching=True)
+    device = Device(batch_kit, manager, (4, 10, 12, 40))
+    rng = random.Random(130)
+    late = None
+    for step in range(1000):
+        for sequence_id in list(device.batch.sequence_ids):
+            if manager.sequence_length(sequence_id) > 30 or rng.random() < 0.02:
+                device.batch.remove(sequence_id)
+                manager.release_sequence(sequence_id)
+        while device.batch.num_rows < 3:
+            new = next(i for i in range(4) if i not in manager.sequences)
+            manager.admit(new, [0] * rng.randint(1, 12), out=array("q", [0] * 12))
+            manager.commit(new, manager.sequence_length(new))
+            device.batch.add(new)
+        now = device.batch.step([rng.choice((1, 1, 3)) for _ in range(3)])
+        if late is not None:
+            buffers, seen = late
+            assert [getattr(buffers, name).tolist() for name in BUFFERS[:4]] == seen, step
+        manager.take_copies()
+        device.batch.commit(token_ids=[0] * now.num_tokens)
+        buffers = device.sets[now.buffer_set]
+        late = buffers, [getattr(buffers, name).tolist() for name in BUFFERS[:4]]
+    assert manager.check_invariants() == []
+    assert manager.stats.num_hit_tokens > 500
 
 
 BAD_BUFFERS = {

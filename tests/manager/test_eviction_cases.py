@@ -119,6 +119,21 @@ def test_protected_blocks_overflow_in_the_order_of_age(make_caching):
     assert [manager.allocate_block() for _ in range(6)] == [5, 4, 3, 2, 1, 0]
 
 
+def test_a_demoted_block_has_to_earn_its_protection_again(make_caching):
+    manager = make_caching(7, 1, eviction_policy="slru")  # protects four
+    run(manager, 1, [1, 2])
+    run(manager, 1, [11, 12, 13])
+    for prompt in ([1, 2, 7], [11, 12, 13, 7]):
+        manager.admit(1, prompt)
+        manager.release_sequence(1)
+    # Five hit blocks: the oldest, that of token 2, is on probation again.
+    assert manager.free_blocks[2:] == [1, 0, 4, 3, 2]
+    manager.admit(2, [11, 12, 13, 7], resumed=True)  # out of the way
+    manager.unpin(manager.pin_prefix([1, 2]))
+    run(manager, 3, [50])
+    assert manager.free_blocks == [1, 6, 0]
+
+
 def test_resumed_requests_earn_no_protection(make_caching):
     manager = make_caching(6, 4, eviction_policy="slru")
     run(manager, 1, T(1, 8))
@@ -336,6 +351,38 @@ def test_what_is_not_committed_is_neither_found_nor_forked(make_caching, observe
     manager.fork_sequence(1, 2, 4)
     manager.commit(1, 8)
     manager.fork_sequence(1, 3)
+
+
+def test_a_commit_over_a_copy_that_is_owed_is_refused_after_a_rollback_too(make_caching, observe):
+    """What is appended after the rollback waits for the copy as well, though it lies before the first such token."""
+    manager = make_caching(8, 8)
+    run(manager, 1, T(1, 6), free=False)
+    manager.fork_sequence(1, 2)
+    manager.append_token(2, 7)  # owes the copy
+    manager.truncate_sequence(2, 5)
+    manager.append_tokens(2, [96, 97])
+    before = observe(manager)
+    with pytest.raises(StateError):
+        manager.commit(2, 6)
+    assert observe(manager) == before
+    manager.commit(2, 5)
+    assert manager.take_copies() == [(0, 1)]
+    manager.commit(2, 7)
+
+
+def test_a_fork_goes_on_in_the_index(make_caching, observe):
+    manager = make_caching(8, 2)
+    run(manager, 1, T(1, 5), free=False, salt="a")
+    manager.fork_sequence(1, 2)
+    manager.append_tokens(2, [6, 7])
+    manager.take_copies()
+    manager.commit(2, 7)
+    assert manager.match_prefix(T(1, 9), salt="a") == 6
+    manager.fork_sequence(2, 3, 2)
+    manager.append_tokens(3, [3, 4])
+    manager.commit(3, 4)  # ends on the block that is there
+    assert manager.block_table(3) == manager.block_table(1)[:2]
+    observe(manager)
 
 
 def test_a_commit_over_a_copy_that_is_owed_is_refused(make_caching, observe):

@@ -1,6 +1,6 @@
 """The properties that catch whole kinds of faults (tests/cases.md, kinds 1 to 8), on both implementations.
 
-They see a manager from outside, as an engine does. `test_whole_plane.py` checks the same kinds with every operation
+They see a manager from outside, as an engine does. `test_differential.py` checks the same kinds with every operation
 there is, and looks inside.
 """
 

@@ -13,6 +13,7 @@ from kvpager.errors import ArgumentError, OutOfBlocksError, SequenceTooLongError
 from kvpager.reference.arguments import (
     COUNT,
     ID,
+    read_flag,
     read_items,
     read_natural,
     read_naturals,
@@ -45,9 +46,8 @@ class Admitting(ManagerState):
         Those are the next `num_new_tokens` (default, and at most: all that remain). `resumed`: the request was here
         before, so that what it finds is no hit in the eyes of its user. O(tokens given + slots).
         """
-        sequence_id, sequence, matched, num_new = self._plan(
-            sequence_id, token_ids, num_new_tokens, salt, adapter, items
-        )
+        plan = self._plan(sequence_id, token_ids, num_new_tokens, salt, adapter, items, resumed)
+        sequence_id, sequence, matched, num_new = plan
         target = open_room(out, num_new)  # the last thing that can fail
         for node in matched:
             self._pool.share(node.block)
@@ -79,7 +79,7 @@ class Admitting(ManagerState):
     ) -> bool:
         """Whether `admit` would find the blocks now. What no waiting can cure is raised as `admit` raises it."""
         try:
-            self._plan(sequence_id, token_ids, num_new_tokens, salt, adapter, items)
+            self._plan(sequence_id, token_ids, num_new_tokens, salt, adapter, items, resumed)
         except OutOfBlocksError:
             return False
         return True
@@ -102,6 +102,7 @@ class Admitting(ManagerState):
         salt: str | None,
         adapter: str | None,
         items: Iterable[Item],
+        resumed: bool,
     ) -> tuple[int, Sequence, list[Node], int]:
         """All that can be refused: the id, the sequence to be, the nodes it will attach and its new tokens."""
         sequence_id = read_natural("sequence_id", sequence_id, ID)
@@ -109,6 +110,7 @@ class Admitting(ManagerState):
         most_new = None if num_new_tokens is None else read_natural("num_new_tokens", num_new_tokens, COUNT)
         namespace = read_text("salt", salt), read_text("adapter", adapter)
         sequence = Sequence(namespace=namespace, items=read_items(items, len(ids)), token_ids=list(ids))
+        read_flag("resumed", resumed)
         self._check_new(sequence_id)
         self._check_max_length(len(ids))
         needed = self._blocks_for(len(ids))

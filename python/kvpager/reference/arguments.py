@@ -88,11 +88,22 @@ def read_text(argument: str, value: object) -> str | None:
     return value
 
 
+def read_flag(argument: str, value: object) -> bool:
+    """`value`, if it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}`: wanted a bool, got {type(value).__name__}")
+    return value
+
+
 def read_items(items: Iterable[tuple[int, int, str]], num_tokens: int) -> tuple[tuple[int, int, str], ...]:
     """The media items of a prompt of `num_tokens` tokens, each (start, stop, key)."""
     read = []
     free_from = 0  # where the item before ends
-    for start, stop, key in items:
+    for item in items:
+        triple = tuple(item) if isinstance(item, Iterable) and not isinstance(item, str) else ()
+        if len(triple) != 3:
+            raise TypeError(f"`items`: wanted (start, stop, key), got {type(item).__name__}")
+        start, stop, key = triple
         start, stop = read_int("items", start), read_int("items", stop)
         if not isinstance(key, str):
             raise TypeError(f"`items`: wanted a str as key, got {type(key).__name__}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvpager.errors import ConfigError, DuplicateSequenceError, SequenceTooLongError, UnknownSequenceError
-from kvpager.reference.arguments import ID, MAX_INT64, read_int, read_natural
+from kvpager.reference.arguments import ID, MAX_INT64, read_flag, read_int, read_natural
 from kvpager.reference.eviction import make_policy
 from kvpager.reference.index import ROOT, Item, Namespace, Node, PrefixIndex, clip_items
 from kvpager.reference.pool import BlockPool
@@ -78,13 +78,13 @@ class ManagerState:
             raise ConfigError(f"`max_sequence_length`: wanted 1 to 2^63-1, got {max_sequence_length}")
         self.num_blocks = num_physical_blocks
         self.block_size = block_size
-        self._caching = enable_prefix_caching
+        self._caching = read_flag("enable_prefix_caching", enable_prefix_caching)
         self._watermark = watermark_blocks
         self._max_length = max_sequence_length
         self._max_pinned = num_physical_blocks if max_pinned_blocks is None else max_pinned_blocks
         self._index = PrefixIndex()
         policy = make_policy(eviction_policy, num_physical_blocks)
-        self._pool = BlockPool(num_physical_blocks, self._index, policy, fences=fences)
+        self._pool = BlockPool(num_physical_blocks, self._index, policy, fences=read_flag("fences", fences))
         self._sequences: dict[int, Sequence] = {}
         self._held_by_caller: set[int] = set()
         self._pins: dict[int, list[int]] = {}  # pin id -> the blocks of a prefix
