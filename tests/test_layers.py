@@ -17,6 +17,7 @@ BELOW = {
     "buffers": {"errors"},
     "block_manager": {"_core", "buffers"},
     "decode_batch": {"block_manager"},
+    "scheduler": {"decode_batch"},
     "reference": {"errors"},
     "native": {"errors"},
     "ops": {"native"},
@@ -26,7 +27,7 @@ BELOW = {
     "tokenizer": {"config"},
     "sampling": {"ops"},
     "runner": {"block_manager", "models"},
-    "engine": {"runner", "sampling", "tokenizer", "loader"},
+    "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},
     "cli": {"engine"},
     "__main__": {"cli"},
 }
