@@ -1,10 +1,11 @@
-//! The full audit: recounts everything from the block tables and the lists, and names what differs.
+//! The full audit: recounts everything from the block tables and the lists, and names what differs. Here: who holds
+//! which block, and that every block is in exactly one state; the index and what hangs on it stand in `audit_index`.
 //!
 //! It trusts nothing: a table or a list may hold any number, links may run in a circle. It changes nothing, and takes
 //! O(blocks used so far + table entries) time and memory.
 
 use crate::manager::BlockManager;
-use crate::pool::HELD;
+use crate::pool::{FENCED, HELD, INDEXED, TAKEN};
 use crate::sequence::{Sequence, UNCHANGED, VACANT};
 use crate::{BlockId, SequenceId};
 
@@ -16,6 +17,8 @@ struct Recount {
     returned: Vec<u32>,
     /// Appearances in the list of fenced blocks.
     fenced: Vec<u32>,
+    /// Appearances in the order of eviction.
+    cached: Vec<u32>,
     /// Owed pairs that read the block.
     pins: Vec<u32>,
 }
@@ -42,6 +45,7 @@ impl BlockManager {
             holders: vec![0; used],
             returned: vec![0; used],
             fenced: vec![0; used],
+            cached: vec![0; used],
             pins: vec![0; used],
         };
         self.audit_sequences(&mut recount, &mut faults);
@@ -51,6 +55,7 @@ impl BlockManager {
             self.audit_block(block, &recount, &mut faults);
         }
         self.audit_counters(&recount, &mut faults);
+        self.audit_index(&mut faults);
         self.audit_batches(&mut faults);
         faults
     }
@@ -129,6 +134,7 @@ impl BlockManager {
         let tail = table.last().copied().filter(|&tail| tail < self.pool.watermark);
         let sound = tail.is_some_and(|tail| {
             offset != 0
+                && !self.pool.has(tail, INDEXED)
                 && open == self.config.block_size() - offset
                 && next_slot == self.config.slot(tail, offset)
                 && self.pool.ref_count(tail) == 1
@@ -153,6 +159,17 @@ impl BlockManager {
                 Some(count) => *count += 1,
                 None => faults.push(format!("fenced list: block {block} was never handed out")),
             }
+        }
+        let cached = self.pool.cached.order(&self.pool.links);
+        for &block in &cached {
+            match recount.cached.get_mut(block as usize) {
+                Some(count) => *count += 1,
+                None => faults.push(format!("eviction order: block {block} was never handed out")),
+            }
+        }
+        if cached.len() != self.pool.cached.len() as usize {
+            let (found, counted) = (cached.len(), self.pool.cached.len());
+            faults.push(format!("eviction order: {found} blocks linked, {counted} counted"));
         }
         if fenced.len() != self.pool.fences.list.len() as usize {
             let (found, counted) = (fenced.len(), self.pool.fences.list.len());
@@ -182,6 +199,9 @@ impl BlockManager {
             if self.pool.has(destination, HELD) {
                 faults.push(format!("{pair}: the destination is held by a caller"));
             }
+            if self.pool.has(destination, INDEXED) {
+                faults.push(format!("{pair}: the destination is indexed"));
+            }
             if recount.pins[destination as usize] > 0 {
                 faults.push(format!("{pair}: the destination is a source too"));
             }
@@ -189,6 +209,8 @@ impl BlockManager {
                 faults.push(format!("{pair}: the source was never handed out"));
             } else if recount.returned[source as usize] > 0 {
                 faults.push(format!("{pair}: the source is free"));
+            } else if recount.cached[source as usize] > 0 {
+                faults.push(format!("{pair}: the source can be evicted"));
             }
         }
     }
@@ -207,24 +229,45 @@ impl BlockManager {
         if pins != recount.pins[at] {
             faults.push(format!("block {block}: {pins} pins, but {} owed copies read it", recount.pins[at]));
         }
-        let live = ref_count > 0 || holders > 0;
-        if live && returned > 0 {
-            faults.push(format!("block {block}: in both sets: live and in the free list"));
+        let cached = recount.cached[at];
+        let places = [
+            (ref_count > 0 || holders > 0, "live"),
+            (fenced > 0, "fenced"),
+            (cached > 0, "in the order of eviction"),
+            (returned > 0, "in the free list"),
+        ];
+        let mut found = places.iter().filter(|(is_there, _)| *is_there).map(|&(_, name)| name);
+        match (found.next(), found.next()) {
+            (None, _) => faults.push(format!(
+                "block {block}: lost: no holder, not fenced, not in the order of eviction, not in the free list"
+            )),
+            (Some(first), Some(second)) => {
+                faults.push(format!("block {block}: in both sets: {first} and {second}"));
+            }
+            (Some(_), None) => {}
         }
-        if live && fenced > 0 {
-            faults.push(format!("block {block}: in both sets: live and fenced"));
+        for (count, kind, list) in [
+            (returned, "double free", "free list"),
+            (cached, "cached twice", "order of eviction"),
+            (fenced, "fenced twice", "fenced list"),
+        ] {
+            if count > 1 {
+                faults.push(format!("block {block}: {kind}: {count} times in the {list}"));
+            }
         }
-        if returned > 0 && fenced > 0 {
-            faults.push(format!("block {block}: in both sets: fenced and in the free list"));
+        if fenced > 0 && recount.pins[at] == 0 && self.pool.fences.is_retired(block) {
+            let epoch = if self.pool.fences.are_on { " and its epoch is retired" } else { "" };
+            faults.push(format!("block {block}: fenced, but no owed copy reads it{epoch}"));
         }
-        if returned > 1 {
-            faults.push(format!("block {block}: double free: {returned} times in the free list"));
+        if self.pool.has(block, FENCED) != (fenced > 0) || (self.pool.has(block, TAKEN) && fenced == 0) {
+            faults.push(format!("block {block}: its marks of the fence are wrong"));
         }
-        if fenced > 0 && recount.pins[at] == 0 {
-            faults.push(format!("block {block}: fenced, but no owed copy reads it"));
+        let is_indexed = self.pool.has(block, INDEXED);
+        if cached > 0 && !is_indexed {
+            faults.push(format!("block {block}: cached, but not indexed"));
         }
-        if !live && returned == 0 && fenced == 0 {
-            faults.push(format!("block {block}: lost: no holder, not fenced, not in the free list"));
+        if returned > 0 && is_indexed {
+            faults.push(format!("block {block}: free, but indexed"));
         }
     }
 

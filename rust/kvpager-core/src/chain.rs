@@ -159,11 +159,6 @@ impl Chain {
         (stop <= self.num_known || !ids.contains(&UNKNOWN)).then_some(ids)
     }
 
-    /// The id at a position, if it is known.
-    pub(crate) fn id_at(&self, position: u64) -> Option<TokenId> {
-        self.ids.get(position as usize).copied().filter(|&id| id != UNKNOWN)
-    }
-
     /// Takes the ids and items of a prompt; the row is empty.
     pub(crate) fn start(&mut self, token_ids: &[TokenId], items: &[Item<'_>], namespace: u32) {
         self.ids.extend_from_slice(token_ids);
@@ -244,7 +239,7 @@ mod tests {
         assert_eq!((chain.known(0, 2), chain.known(3, 5)), (None, Some(&[13, 14][..])));
         assert_eq!(chain.first_conflict(2, &[99, 13, 15]), Some((4, 14, 15)));
         assert_eq!(chain.fill(2, &[11, 12]), [12]);
-        assert_eq!((chain.num_known, chain.id_at(1), chain.id_at(2)), (2, Some(11), None));
+        assert_eq!((chain.num_known, chain.known(1, 2), chain.known(2, 3)), (2, Some(&[11][..]), None));
         assert_eq!(chain.fill(7, &[12, 15, 16]), [0_u32; 0]);
         assert_eq!(chain.known(0, 7), Some(&[10, 11, 12, 13, 14, 15, 16][..]));
         assert_eq!(chain.fault(), None);

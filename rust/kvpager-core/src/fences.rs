@@ -48,8 +48,13 @@ impl Fences {
         if !self.are_on {
             return true;
         }
-        let age = (self.current as u32).wrapping_sub(self.epochs[block as usize]);
-        u64::from(age) > self.current - self.first_open
+        u64::from(self.age(block)) > self.current - self.first_open
+    }
+
+    /// Epochs since that of a fenced block; 0 without fences.
+    pub(crate) fn age(&self, block: BlockId) -> u32 {
+        let epoch = self.epochs.get(block as usize).copied().unwrap_or(self.current as u32);
+        (self.current as u32).wrapping_sub(epoch)
     }
 }
 

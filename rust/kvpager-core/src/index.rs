@@ -44,6 +44,16 @@ pub(crate) struct Node {
 }
 
 impl Node {
+    /// The block of the parent, unless it is the root of a namespace.
+    pub(crate) fn parent_block(&self) -> Option<BlockId> {
+        (self.parent_place & NAMESPACE == 0).then_some(self.parent_place)
+    }
+
+    /// The namespace that this is a first block of.
+    pub(crate) fn namespace(&self) -> Option<u32> {
+        (self.parent_place & NAMESPACE != 0).then_some(self.parent_place & !NAMESPACE)
+    }
+
     const VACANT: Self =
         Self { hash: [0, 0], id: 0, parent_id: 0, parent_place: 0, num_children: 0, key: NO_KEY };
 }
@@ -54,6 +64,12 @@ pub(crate) struct Parent {
     pub(crate) hash: Hash,
     id: u64,
     place: u32,
+}
+
+impl Parent {
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
 }
 
 /// Where a node that was not found would enter the table.
@@ -120,7 +136,7 @@ impl Index {
         self.nodes[block as usize].num_children == 0
     }
 
-    fn tokens_of(&self, block: BlockId) -> &[TokenId] {
+    pub(crate) fn tokens_of(&self, block: BlockId) -> &[TokenId] {
         &self.tokens[block as usize * self.block_size..][..self.block_size]
     }
 
@@ -267,6 +283,31 @@ impl Index {
         }
         let hash = self.hasher.bytes(bytes);
         Some((self.item_keys.find(hash, bytes)?, hash))
+    }
+
+    /// A node's parent, if it is in the index under the id that the node names; for the audit.
+    pub(crate) fn audited_parent(&self, node: &Node) -> Option<Parent> {
+        let parent = match (node.parent_block(), node.namespace()) {
+            (Some(block), _) if (block as usize) < self.nodes.len() => self.parent(block),
+            (_, Some(slot)) if (slot as usize) < self.namespaces.entries.len() => self.root(slot),
+            _ => return None,
+        };
+        (parent.id == node.parent_id && parent.id != 0).then_some(parent)
+    }
+
+    /// The hash of an interned key.
+    pub(crate) fn key_hash(&self, key: u32) -> Hash {
+        self.item_keys.entries.get(key as usize).map_or([0, 0], |entry| entry.hash)
+    }
+
+    /// Entries in the table. O(table).
+    pub(crate) fn num_entries(&self) -> usize {
+        self.table.iter().filter(|&&entry| entry != 0).count()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn clear_table(&mut self) {
+        self.table.fill(0);
     }
 
     fn home(&self, tag: u32) -> usize {

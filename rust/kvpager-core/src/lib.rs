@@ -60,6 +60,7 @@
 pub mod admission;
 mod append;
 mod audit;
+mod audit_index;
 pub mod batch;
 mod chain;
 mod commit;

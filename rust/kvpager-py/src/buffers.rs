@@ -61,15 +61,15 @@ impl Arrays {
 
     /// Reads an int (a count) or what has a dimension (token ids, to `token_ids`).
     pub(crate) fn read_count_or_token_ids(&mut self, n: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-        if n.is_exact_instance_of::<PyInt>() {
-            return read_natural(n, "n", COUNT).map(Some);
+        let ndim = || n.getattr(intern!(n.py(), "ndim")).and_then(|ndim| ndim.extract::<usize>());
+        if n.is_exact_instance_of::<PyInt>() || ndim().is_ok_and(|ndim| ndim == 0) {
+            return read_natural(n, "n", COUNT).map(Some); // a scalar of numpy or torch has no dimension either
         }
         let buffer = open_buffer(n).map_err(|reason| match reason {
             NoBuffer::Refused(came) => argument_error("token_ids", READABLE, came),
             NoBuffer::Raised(error) => error,
         })?;
-        let has_dimension = buffer.as_ref().is_some_and(|buffer| buffer.dimensions() > 0);
-        if !has_dimension && n.hasattr(intern!(n.py(), "__index__"))? {
+        if buffer.is_none() && n.hasattr(intern!(n.py(), "__index__"))? {
             return read_natural(n, "n", COUNT).map(Some);
         }
         if buffer.is_none() && n.try_iter().is_err() {

@@ -59,6 +59,19 @@ impl Keys {
     }
 }
 
+fn read_triple<'py>(item: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 3]> {
+    let refused = || -> PyResult<PyErr> {
+        let came = item.get_type().name()?;
+        Ok(PyTypeError::new_err(format!("`items`: wanted (start, stop, key), got {came}")))
+    };
+    let Ok(fields) = item.try_iter() else { return Err(refused()?) };
+    let fields = fields.take(4).collect::<PyResult<Vec<_>>>()?;
+    match <[Bound<'py, PyAny>; 3]>::try_from(fields) {
+        Ok(fields) => Ok(fields),
+        Err(_) => Err(refused()?),
+    }
+}
+
 fn read_text(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResult<PyBackedStr> {
     match value.cast::<PyString>() {
         Ok(text) => PyBackedStr::try_from(text.clone()),
