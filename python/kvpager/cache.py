@@ -192,6 +192,37 @@ class PagedKVCache:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""
         ops.write_kv(key, value, *self._hnd_caches[layer], slot_mapping)
 
+    def norm_turn_write(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos_sin: Tensor,
+        slot_mapping: Tensor,
+        *,
+        eps: float,
+    ) -> Tensor:
+        """Norm and turn a step's query and key heads and write its K and V; see `kvpager.ops.qk_norm_rope_write`.
+
+        Args:
+            layer: the layer, from 0.
+            qkv: qkv [T, (H + 2·K)·D], the fused rows of the step's tokens.
+            q_weight: q_weight [D], or None for no norm.
+            k_weight: k_weight [D], or None for no norm.
+            cos_sin: cos_sin [T, D], the angles of each token.
+            slot_mapping: slot_mapping [T] int64.
+            eps: of the norm.
+
+        Returns:
+            query [T, H, D], ready for `attend`.
+        """
+        rows = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
+        key_cache, value_cache = self._hnd_caches[layer]
+        return ops.qk_norm_rope_write(
+            qkv, q_weight, k_weight, cos_sin, rows, key_cache, value_cache, slot_mapping, eps=eps
+        )
+
     def attend(
         self,
         layer: int,

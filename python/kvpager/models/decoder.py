@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.config import ModelConfig
-from kvpager.models.rotary import inverse_frequencies, rotary_cos_sin, rotate
+from kvpager.models.rotary import inverse_frequencies, rotary_cos_sin
 
 
 class RMSNorm(nn.Module):
@@ -43,21 +43,22 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         C, D = config.hidden_size, config.head_dim
-        self.layer, self.head_dim = layer, D
+        self.layer = layer
         self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=config.qkv_bias)
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.eps = config.rms_norm_eps
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
-        heads = (x.shape[0], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # [T, H, D]
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # [T, K, D]
-        v = self.v_proj(x).view(heads)  # [T, K, D]
-        cache.write(self.layer, k, v, metadata.slot_mapping)
+        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # [T, (H + 2 K) · D]
+        q_weight = self.q_norm.weight if self.q_norm else None
+        k_weight = self.k_norm.weight if self.k_norm else None
+        slots = metadata.slot_mapping
+        q = cache.norm_turn_write(self.layer, qkv, q_weight, k_weight, cos_sin, slots, eps=self.eps)  # [T, H, D]
         attended = cache.attend(self.layer, q, metadata)  # [T, H, D]
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
@@ -89,9 +90,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """X [T, C] → [T, C]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, metadata)
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, metadata)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x  # noqa: RET504
 
@@ -109,9 +110,10 @@ class DecoderModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """input_ids [T], positions [T] → hidden states [T, C]."""
         x = self.embed_tokens(input_ids)
-        cos, sin = rotary_cos_sin(positions, inverse_frequencies(self.config, positions.device), x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos_sin = rotary_cos_sin(positions, inverse_frequencies(self.config, positions.device), wide)
         for layer in self.layers:
-            x = layer(x, cos, sin, cache, metadata)
+            x = layer(x, cos_sin, cache, metadata)
         out: Tensor = self.norm(x)
         return out
 

@@ -1,6 +1,7 @@
 """Rotary positions (arXiv:2104.09864): which angle each pair of values turns by, plain or stretched as in Llama 3.1.
 
-Pair j of a head (values j and j + D/2) turns by ``position · frequency[j]``. Frequencies and angles are float32.
+Pair j of a head (values j and j + D/2) turns by ``position · frequency[j]``; `kvpager.ops.qk_norm_rope_write` turns it.
+Frequencies and angles are float32.
 """
 
 import math
@@ -30,8 +31,8 @@ def _stretched(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, once per step for all layers: two [T, 1, D].
+def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosines, then sines, of every position's angles, once per step for all layers: [T, D].
 
     Args:
         positions: [T] integers.
@@ -39,11 +40,4 @@ def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -
         dtype: of the result.
     """
     angles = positions.float()[:, None] * frequencies  # [T, D/2]
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # [T, 1, D]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x [T, heads, D] to its positions."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
