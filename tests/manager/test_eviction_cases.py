@@ -143,6 +143,26 @@ def test_resumed_requests_earn_no_protection(make_caching):
     assert manager.match_prefix(T(1, 9)) == 0
 
 
+def test_what_an_append_evicts_does_not_change_what_the_batch_copies(make_caching, observe):
+    """A tail that the index continues when the call begins is copied, also if the call itself evicts what follows."""
+    manager = make_caching(4, 2)
+    run(manager, 1, T(1, 5))
+    assert manager.admit(2, [1, 2, 9]).num_computed_tokens == 2
+    manager.commit(2, 3)
+    manager.truncate_sequence(2, 1)  # its tail is block 0, which block 1 continues
+    manager.create_sequence(3)
+    assert manager.free_blocks == [2, 3, 1]
+    before = observe(manager)
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.slot_mapping_for_append([3, 2], [6, 1])
+    assert (caught.value.needed, caught.value.free, caught.value.row) == (4, 3, 1)
+    assert observe(manager) == before
+    assert manager.slot_mapping_for_append([3, 2], [4, 1]).tolist() == [4, 5, 6, 7, 3]
+    assert manager.take_copies() == [(0, 1)]
+    assert manager.match_prefix(T(1, 5)) == 2
+    observe(manager)
+
+
 # Pins
 
 
