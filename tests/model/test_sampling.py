@@ -242,13 +242,27 @@ def test_filters_equal_a_sort(
     assert tokens.tolist() == scores.argmax(-1).tolist()
     two = torch.ones(2, dtype=torch.float64)
     filters = choose.Filters(two * temperature, two.long() * min(top_k, V), two * top_p, two * min_p, top_k, True, True)
-    gaps = (best_scores[:, None] - scores) / temperature
-    limit = choose._limits(gaps, torch.exp(-gaps), filters)
-    assert limit is not None
+    heights = (scores - best_scores[:, None]) / temperature
+    few, few_tokens = choose._highest(heights, 64)
+    assert torch.equal(few, heights.sort(descending=True).values[:, :64])
+    assert torch.equal(heights.gather(1, few_tokens), few)
+    floor = choose._floors(heights, few, filters, choose.Scratch())
     for row in range(2):
-        found = set((gaps[row] <= limit[row]).nonzero()[:, 0].tolist())
-        expected = reference_set(scores[row], params)
-        assert {t for t in found if torch.exp(-gaps[row, t]) > 0} == expected
+        found = set((heights[row] >= floor[row]).nonzero()[:, 0].tolist())
+        assert {t for t in found if torch.exp(heights[row, t]) > 0} == reference_set(scores[row], params)
+
+
+@pytest.mark.parametrize("wishes", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 300}, {"top_p": 0.9999}])
+def test_few_and_whole_rows_draw_alike(wishes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw goes along the vocabulary whether it is made from the few likeliest or from the whole row."""
+    scores = torch.randn(50, 3000, generator=torch.Generator().manual_seed(2)).double() * 4
+    params = [SamplingParams(temperature=1.0, seed=n, **wishes) for n in range(50)]  # type: ignore[arg-type]
+    sampler = sampler_of(*params, vocab_size=3000)
+    usual = sampler.sample(scores)
+    monkeypatch.setattr(choose, "_is_settled", lambda few, floor, vocab_size: torch.zeros(len(few), dtype=torch.bool))
+    whole = sampler.sample(scores)
+    assert usual.token_ids.tolist() == whole.token_ids.tolist()
+    assert np.abs(usual.margins - whole.margins).max() < 1e-9
 
 
 def test_best_is_the_first_of_equals() -> None:

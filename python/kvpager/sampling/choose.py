@@ -1,12 +1,13 @@
 """From scores to a token, for all rows at once and without sorting the vocabulary.
 
-Scores are looked at as *gaps*: how far each lies below its row's best, divided by the temperature; weights are
-exp(−gap). Then every filter is a bound on the gap (a *limit*): `min_p` is −ln(min_p), `top_k` the k-th smallest gap,
-`top_p` the smallest bound below which enough weight lies. The last two are read off the few smallest gaps of a row
-(`_smallest`); where those do not reach, the bound is found by bisection over the values a float can have. What lies
-within the limit is drawn from in vocabulary order, so that scores that differ by rounding give draws that do.
+Scores are looked at as *heights*: (score − best of the row) / temperature, so at most 0; weights are exp(height). Then
+every filter is a *floor* below which nothing may be drawn: `min_p` is ln(min_p), `top_k` the k-th height, `top_p` the
+highest floor above which enough weight lies. The last two are read off the few greatest heights of a row (`_highest`),
+and where all that is left lies among them, the draw is made from these few. Rows that leave more get their floor by
+bisection over the values a float can have, and are drawn from whole. Either way the draw goes along the vocabulary, so
+that scores that differ by rounding give draws that do.
 
-R rows, V vocabulary, K smallest gaps. Cost: O(R · V), a dozen passes over [R, V] where something is filtered.
+R rows, V vocabulary, K few. Cost: O(R · V): some six passes over [R, V], of which one is an exponential.
 """
 
 import math
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 _RUN = 256  # scores whose best is found together, by a reduction that is fast
-_STRIDE = 32  # gaps of a column of `_smallest`
-_FEWEST, _MOST = 64, 256  # smallest gaps looked at; beyond, bisection is cheaper
+_STRIDE = 32  # heights of a column of `_highest`
+_FEWEST, _MOST = 64, 256  # heights that count as few; beyond, bisection is cheaper
 _COLDEST = 1e-30  # a lower temperature draws like this one, and would underflow in float32
 
 
@@ -44,6 +45,21 @@ class Filters:
     any_min_p: bool
 
 
+class Scratch:
+    """Memory for two [R, V] intermediates, kept from step to step: fresh pages cost as much as a pass over them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor, num_rows: int) -> Tensor:
+        """An uninitialised [num_rows, V] of the dtype and device of `like` [·, V]; valid until it is taken again."""
+        kept = self._kept.get(name)
+        size = num_rows * like.shape[1]
+        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (like.dtype, like.device):
+            kept = self._kept[name] = like.new_empty(size)
+        return kept[:size].view(num_rows, like.shape[1])
+
+
 def best(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The best score of each row and its token, the first of equals: scores [R, V] → [R], [R] int64.
 
@@ -67,103 +83,151 @@ def best(scores: Tensor) -> tuple[Tensor, Tensor]:
     return values, tokens
 
 
-def draw(scores: Tensor, best_scores: Tensor, filters: Filters, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row.
+def draw(
+    scores: Tensor, rows: Tensor | None, best_scores: Tensor, filters: Filters, uniforms: Tensor, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Draws a token for each of some rows.
 
     Args:
-        scores: [R, V] float32 or float64; −inf where a token may not come.
-        best_scores: [R] finite, from `best`.
+        scores: [·, V] float32 or float64; −inf where a token may not come. Only read.
+        rows: [R] int64, those that are drawn; None: all.
+        best_scores: [R] from `best`. Where one is not finite, what is drawn means nothing.
         filters: what is left to draw from.
         uniforms: [R] float64 in [0, 1): where in the distribution, counted along the vocabulary.
+        scratch: memory to work in.
 
     Returns:
         Tokens [R] int64, and margins [R] float64: by how much of the probability `uniforms` would have to move for
         another token. O(R · V).
     """
     temperature = filters.temperature.clamp(min=_COLDEST).to(scores.dtype)
-    gaps = (best_scores[:, None] - scores).div_(temperature[:, None])
-    weights = torch.exp(-gaps)
-    limit = _limits(gaps, weights, filters)
-    if limit is not None:
-        weights = torch.where(gaps <= limit[:, None], weights, 0.0)
-    return _draw_by_weight(weights, uniforms)
-
-
-def _limits(gaps: Tensor, weights: Tensor, filters: Filters) -> Tensor | None:
-    """The widest gap [R] that each row may draw; None where no row filters."""
+    heights = scratch.take("heights", scores, len(best_scores))
+    chosen = scores if rows is None else torch.index_select(scores, 0, rows, out=heights)
+    torch.sub(chosen, best_scores[:, None], out=heights).div_(temperature[:, None])
     if not (filters.most_k or filters.any_p or filters.any_min_p):
-        return None
-    limit = -filters.min_p.log().to(gaps.dtype)  # inf where 0
-    if not (filters.most_k or filters.any_p):
-        return limit
-    few = _smallest(gaps, min(max(_FEWEST, filters.most_k), _MOST))  # [R, K]
+        return _draw_by_weight(_weights(heights, scratch), uniforms)
+    few, few_tokens = _highest(heights, min(max(_FEWEST, filters.most_k + 1), _MOST))
+    floor = _floors(heights, few, filters, scratch)
+    tokens, margins = _draw_from_few(few, few_tokens, floor, uniforms)
+    wide = _rows_where(~_is_settled(few, floor, scores.shape[1]))
+    if len(wide):
+        tokens[wide], margins[wide] = _draw_by_weight(_above(heights, wide, floor, scratch), uniforms[wide])
+    return tokens, margins
+
+
+def _floors(heights: Tensor, few: Tensor, filters: Filters, scratch: Scratch) -> Tensor:
+    """The least height [R] that each row may draw; −inf where all may come."""
+    floor = filters.min_p.log().to(heights.dtype)  # -inf where 0
     if filters.most_k:
-        limit = torch.minimum(limit, _limit_of_k(gaps, few, filters.top_k))
+        floor = torch.maximum(floor, _floor_of_k(heights, few, filters.top_k))
     if filters.any_p:
-        limit = torch.minimum(limit, _limit_of_p(gaps, weights, few, limit, filters.top_p))
-    return limit
+        floor = torch.maximum(floor, _floor_of_p(heights, few, floor, filters.top_p, scratch))
+    return floor
 
 
-def _limit_of_k(gaps: Tensor, few: Tensor, top_k: Tensor) -> Tensor:
+def _floor_of_k(heights: Tensor, few: Tensor, top_k: Tensor) -> Tensor:
+    K, V = few.shape[1], heights.shape[1]
+    floor = few.gather(1, (top_k.clamp(1, K) - 1)[:, None]).squeeze(1)
+    beyond = _rows_where((top_k > K) & (top_k < V))
+    if len(beyond):
+        wide, goals = heights[beyond], top_k[beyond]
+        floor[beyond] = _bisect(lambda floor: (wide >= floor[:, None]).sum(dim=-1) >= goals, wide)
+    return torch.where((top_k > 0) & (top_k < V), floor, -torch.inf)
+
+
+def _floor_of_p(heights: Tensor, few: Tensor, floor: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
+    """The highest floor that leaves at least `top_p` of the weight that earlier floors left."""
     K = few.shape[1]
-    limit = few.gather(1, (top_k.clamp(1, K) - 1)[:, None]).squeeze(1)
-    limit = torch.where(top_k > 0, limit, torch.inf)
-    beyond = ((top_k > K) & (top_k < gaps.shape[1])).nonzero().squeeze(1)
+    few_weights = torch.exp(few.double())
+    total = few_weights.masked_fill(few < floor[:, None], 0.0).sum(dim=-1)
+    wide = _rows_where(~_is_settled(few, floor, heights.shape[1]) & (top_p < 1.0))
+    if len(wide):
+        total[wide] = _sums(_above(heights, wide, floor, scratch)).sum(dim=-1)
+    goals = top_p * total
+    place = (few_weights.cumsum(dim=-1) < goals[:, None]).sum(dim=-1)
+    found = few.gather(1, place.clamp(max=K - 1)[:, None]).squeeze(1)
+    found = torch.where(top_p < 1.0, found, -torch.inf)
+    beyond = _rows_where((place == K) & (top_p < 1.0))
     if len(beyond):
-        wide, goals = gaps[beyond], top_k[beyond]
-        limit[beyond] = _bisect(lambda bound: (wide <= bound[:, None]).sum(dim=-1) >= goals, wide)
-    return torch.where(top_k >= gaps.shape[1], torch.inf, limit)
-
-
-def _limit_of_p(gaps: Tensor, weights: Tensor, few: Tensor, limit: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest bound with at least `top_p` of the weight that earlier limits left."""
-    weights = torch.where(gaps <= limit[:, None], weights, 0.0)
-    goals = top_p * _sums(weights).sum(dim=-1)
-    reached = torch.exp(-few.double()).cumsum(dim=-1)  # [R, K]
-    place = (reached < goals[:, None]).sum(dim=-1)
-    bounds = few.gather(1, place.clamp(max=few.shape[1] - 1)[:, None]).squeeze(1)
-    bounds = torch.where(top_p < 1.0, bounds, torch.inf)
-    beyond = ((place == few.shape[1]) & (top_p < 1.0)).nonzero().squeeze(1)
-    if len(beyond):
-        wide, left, wanted = gaps[beyond], weights[beyond], goals[beyond]
-        bounds[beyond] = _bisect(
-            lambda bound: _sums(torch.where(wide <= bound[:, None], left, 0.0)).sum(dim=-1) >= wanted, wide
+        rest, wanted = heights[beyond], goals[beyond]
+        weights = _weights(rest, scratch)
+        found[beyond] = _bisect(
+            lambda floor: _sums(torch.where(rest >= floor[:, None], weights, 0.0)).sum(dim=-1) >= wanted, rest
         )
-    return bounds
+    return found
 
 
-def _smallest(gaps: Tensor, num_smallest: int) -> Tensor:
-    """The K smallest gaps of each row, ascending: [R, V] → [R, min(K, V)].
+def _is_settled(few: Tensor, floor: Tensor, vocab_size: int) -> Tensor:
+    """Whether all heights from the floor up are among the few: [R] bool."""
+    return (floor > few[:, -1]) | (few.shape[1] == vocab_size)
 
-    The K smallest lie in the K columns with the smallest minima, so only those are looked through: a column is every
-    (V // 32)-th gap, as a reduction over the middle dimension is the fast one.
+
+def _rows_where(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
+
+
+def _weights(heights: Tensor, scratch: Scratch) -> Tensor:
+    return torch.exp(heights, out=scratch.take("weights", heights, len(heights)))
+
+
+def _above(heights: Tensor, rows: Tensor, floor: Tensor, scratch: Scratch) -> Tensor:
+    """Weights of some rows, 0 below the floor."""
+    if len(rows) < len(heights):
+        heights, floor = heights[rows], floor[rows]
+    weights = _weights(heights, scratch)
+    return weights if bool(floor.isinf().all()) else torch.where(heights >= floor[:, None], weights, 0.0)
+
+
+def _highest(heights: Tensor, num_highest: int) -> tuple[Tensor, Tensor]:
+    """The K greatest heights of each row, best first, and their tokens: [R, V] → [R, min(K, V)] twice.
+
+    They lie in the K columns with the greatest maxima, so only those are looked through: a column is every
+    (V // 32)-th height, as a reduction over the middle dimension is the fast one.
     """
-    K, V = num_smallest, gaps.shape[1]
+    K, V = num_highest, heights.shape[1]
     columns = V // _STRIDE
     if columns <= K:
-        return gaps.topk(min(K, V), largest=False).values
-    table = gaps[:, : columns * _STRIDE].view(-1, _STRIDE, columns)  # [R, 32, columns]
-    chosen = table.amin(dim=1).topk(K, largest=False, sorted=False).indices  # [R, K]
-    found = table.gather(2, chosen[:, None, :].expand(-1, _STRIDE, -1)).flatten(1)
-    return torch.cat((found, gaps[:, columns * _STRIDE :]), dim=1).topk(K, largest=False).values
+        found = heights.topk(min(K, V))
+        return found.values, found.indices
+    table = heights[:, : columns * _STRIDE].view(-1, _STRIDE, columns)  # [R, 32, columns]
+    chosen = table.amax(dim=1).topk(K, sorted=False).indices  # [R, K]
+    inside = table.gather(2, chosen[:, None, :].expand(-1, _STRIDE, -1)).flatten(1)  # [R, 32 · K]
+    found = torch.cat((inside, heights[:, columns * _STRIDE :]), dim=1).topk(K)
+    places = found.indices
+    in_table = places // K * columns + chosen.gather(1, places % K)
+    return found.values, torch.where(places < _STRIDE * K, in_table, places + _STRIDE * (columns - K))
 
 
-def _bisect(is_enough: Callable[[Tensor], Tensor], gaps: Tensor) -> Tensor:
-    """The smallest bound for which `is_enough` holds, exactly: floats of one sign are ordered as their bits are.
+def _draw_from_few(few: Tensor, few_tokens: Tensor, floor: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Token and margin by the few [R, K] from the floor up, along the vocabulary."""
+    few_tokens, order = few_tokens.sort(dim=-1)
+    few = few.gather(1, order)
+    weights = torch.exp(few.double()).masked_fill_(few < floor[:, None], 0.0)
+    rises = weights.cumsum(dim=-1)
+    total = rises[:, -1]
+    target = uniforms * total
+    place = _first_above(rises, weights, target)[:, None]
+    end = rises.gather(1, place).squeeze(1)
+    start = end - weights.gather(1, place).squeeze(1)
+    return few_tokens.gather(1, place).squeeze(1), _margin(start, target, end) / total
+
+
+def _bisect(is_enough: Callable[[Tensor], Tensor], heights: Tensor) -> Tensor:
+    """The highest floor for which `is_enough` holds, exactly: floats of one sign are ordered as their bits are.
 
     Args:
-        is_enough: bounds [r] → [r] bool, growing; inf is taken to be enough.
-        gaps: [r, V], for their dtype. 31 or 63 calls.
+        is_enough: floors [r] → [r] bool, true from some floor down; −inf is taken to be enough.
+        heights: [r, V], for their dtype. 31 or 63 calls.
     """
-    integers, bits = (torch.int32, 31) if gaps.dtype == torch.float32 else (torch.int64, 63)
-    infinity = torch.tensor(math.inf, dtype=gaps.dtype).view(integers).item()
-    high = torch.full((len(gaps),), int(infinity), dtype=integers, device=gaps.device)
-    low = torch.full_like(high, -1)  # never enough
+    integers, bits = (torch.int32, 31) if heights.dtype == torch.float32 else (torch.int64, 63)
+    infinity = torch.tensor(math.inf, dtype=heights.dtype).view(integers).item()
+    deep = torch.full((len(heights),), int(infinity), dtype=integers, device=heights.device)  # bits of -floor
+    shallow = torch.full_like(deep, -1)  # never enough
     for _ in range(bits):
-        middle = low + (high - low) // 2
-        enough = is_enough(middle.clamp(min=0).view(gaps.dtype))
-        high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
-    return high.view(gaps.dtype)
+        middle = shallow + (deep - shallow) // 2
+        enough = is_enough(-middle.clamp(min=0).view(heights.dtype))
+        deep, shallow = torch.where(enough, middle, deep), torch.where(enough, shallow, middle)
+    return -deep.view(heights.dtype)
 
 
 def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +245,11 @@ def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     place = _first_above(rises, inside, target)
     end = rises.gather(1, place[:, None]).squeeze(1)
     start = end - inside.gather(1, place[:, None]).squeeze(1)
-    return run * _RUN + place, torch.minimum(target - start, end - target).clamp(min=0.0) / total
+    return run * _RUN + place, _margin(start, target, end) / total
+
+
+def _margin(start: Tensor, target: Tensor, end: Tensor) -> Tensor:
+    return torch.minimum(target - start, end - target).clamp(min=0.0)
 
 
 def _sums(weights: Tensor) -> Tensor:

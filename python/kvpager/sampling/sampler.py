@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvpager.errors import ArgumentError, StateError
-from kvpager.sampling.choose import Filters, best, draw
+from kvpager.sampling.choose import Filters, Scratch, best, draw
 from kvpager.sampling.edits import RowEdits, apply_edits
 from kvpager.sampling.logprobs import PositionLogprobs, position_logprobs
 from kvpager.sampling.params import SamplingParams
@@ -73,6 +73,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._rows = np.zeros(max_num_seqs, dtype=_ROW)
         self._edits: list[RowEdits | None] = []
+        self._scratch = Scratch()
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +162,7 @@ class Sampler:
         margins = torch.full((len(chosen),), torch.nan, dtype=torch.float64, device=scores.device)
         drawn = np.flatnonzero(state["temperature"] > 0)
         if len(drawn):
-            tokens, margins = _draw_some(scores, best_scores, tokens, margins, state, drawn)
+            tokens, margins = self._draw_some(scores, best_scores, tokens, margins, state, drawn)
         is_ok = best_scores.isfinite()
         result = SampledTokens(torch.where(is_ok, tokens, -1).cpu().numpy(), is_ok.cpu().numpy(), margins.cpu().numpy())
         return result if raw is None else _with_logprobs(result, raw, asked, state["num_logprobs"])
@@ -180,6 +181,31 @@ class Sampler:
             if edits is not None and edits.seen is not None:
                 edits.seen.add(int(token_ids[place]))
 
+    def _draw_some(
+        self, scores: Tensor, best_scores: Tensor, tokens: Tensor, margins: Tensor, state: NDArray[np.void], drawn: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Replaces tokens and margins of the rows that are drawn."""
+        state = state[drawn]
+
+        def upload(values: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(scores.device)
+
+        filters = Filters(
+            temperature=upload(state["temperature"]),
+            top_k=upload(state["top_k"]),
+            top_p=upload(state["top_p"]),
+            min_p=upload(state["min_p"]),
+            most_k=int(state["top_k"].max()),
+            any_p=bool((state["top_p"] < 1).any()),
+            any_min_p=bool((state["min_p"] > 0).any()),
+        )
+        numbers = upload(uniforms(state["seed"], state["num_generated"]))
+        if len(drawn) == len(scores):
+            return draw(scores, None, best_scores, filters, numbers, self._scratch)
+        places = upload(drawn)
+        found = draw(scores, places, best_scores[places], filters, numbers, self._scratch)
+        return tokens.index_copy(0, places, found[0]), margins.index_copy(0, places, found[1])
+
     def _edit(self, place: int, row: int) -> tuple[int, RowEdits, int]:
         edits = self._edits[row]
         assert edits is not None  # `has_edits` says so
@@ -196,33 +222,6 @@ class Sampler:
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.num_rows:
             raise ArgumentError("rows", f"rows in 0 … {self.num_rows - 1}", chosen.tolist())
         return chosen
-
-
-def _draw_some(
-    scores: Tensor, best_scores: Tensor, tokens: Tensor, margins: Tensor, state: NDArray[np.void], drawn: Rows
-) -> tuple[Tensor, Tensor]:
-    """Replaces tokens and margins of the rows that are drawn."""
-    state = state[drawn]
-    device = scores.device
-
-    def upload(name: str) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(state[name])).to(device)
-
-    filters = Filters(
-        temperature=upload("temperature"),
-        top_k=upload("top_k"),
-        top_p=upload("top_p"),
-        min_p=upload("min_p"),
-        most_k=int(state["top_k"].max()),
-        any_p=bool((state["top_p"] < 1).any()),
-        any_min_p=bool((state["min_p"] > 0).any()),
-    )
-    numbers = torch.from_numpy(uniforms(state["seed"], state["num_generated"])).to(device)
-    if len(drawn) == len(scores):
-        return draw(scores, best_scores, filters, numbers)
-    places = torch.from_numpy(drawn).to(device)
-    some_tokens, some_margins = draw(scores[places], best_scores[places], filters, numbers)
-    return tokens.index_copy(0, places, some_tokens), margins.index_copy(0, places, some_margins)
 
 
 def _with_logprobs(result: SampledTokens, raw: Tensor, asked: Rows, counts: NDArray[np.int64]) -> SampledTokens:
