@@ -31,8 +31,7 @@ impl Keys {
         let mut read = Vec::new();
         let mut behind = 0;
         for item in items.map(|items| items.try_iter()).transpose()?.into_iter().flatten() {
-            let (start, stop, key): (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>) =
-                item?.extract()?;
+            let [start, stop, key] = read_triple(&item?)?;
             let (first, last) = (read_signed(&start, "items")?, read_signed(&stop, "items")?);
             let key = read_text(&key, "items", "a str as key")?;
             let within = first
