@@ -12,12 +12,13 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python lint format bench build wheel docs clean
+.PHONY: help demo test test-rust test-python lint format bench bench-metadata instructions instructions-update soak \
+	build wheel docs clean
 
 help: ## list the targets
 	@echo "kvpager: a paged key/value cache for large language models"
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 28
 	@echo
 	@echo "The first build creates $(VENV) and installs torch there, which takes a few minutes; later ones take seconds."
 
@@ -51,6 +52,25 @@ format: $(BUILT) ## let the formatters rewrite the sources
 bench: $(BUILT) ## the allocator in Rust (criterion), then through Python
 	cargo bench allocator
 	$(PY) benches/binding.py
+
+bench-metadata: $(BUILT) ## the metadata plane: beside a floor, by pool size, through Python
+	cargo bench --bench metadata
+	cargo bench --bench flatness
+	$(PY) benches/metadata.py
+
+instructions: ## count its instructions (valgrind); fail if they grew by 5 %
+	python3 benches/instructions.py
+
+instructions-update: ## keep the counts of now
+	python3 benches/instructions.py --update
+
+# How much of it: KVPAGER_OPERATIONS of the model tests in Rust, SOAK_SECONDS of Rust against Python. Each prints its seed.
+soak: export KVPAGER_OPERATIONS ?= 10000000
+soak: export KVPAGER_SEED ?= $(shell od -An -N7 -tu8 /dev/urandom | tr -d ' ')
+soak: SOAK_SECONDS ?= 600
+soak: $(BUILT) ## ten million random operations against the models
+	cargo test --release --locked --test model --test batch_model -- --nocapture
+	$(PY) tools/soak.py --seconds $(SOAK_SECONDS)
 
 build: $(BUILT) ## both libraries, in place
 
