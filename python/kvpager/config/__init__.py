@@ -7,7 +7,7 @@ Nothing that changes the result is guessed: a key that is missing, or a value th
 
 from kvpager.config.engine import EngineConfig, cpu_features, default_dtype
 from kvpager.config.files import read_json
-from kvpager.config.model import DTYPES, FAMILIES, Llama3RopeScaling, ModelConfig
+from kvpager.config.model import DTYPES, FAMILIES, Llama3RopeScaling, ModelConfig, RopeFactors
 
 __all__ = [
     "DTYPES",
@@ -15,6 +15,7 @@ __all__ = [
     "EngineConfig",
     "Llama3RopeScaling",
     "ModelConfig",
+    "RopeFactors",
     "cpu_features",
     "default_dtype",
     "read_json",

@@ -59,6 +59,17 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class RopeFactors:
+    """Rotary frequencies each divided by a number of its own, as GGUF files spell out the stretching of Llama 3.1.
+
+    Attributes:
+        factors: D/2 numbers.
+    """
+
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of a decoder: Qwen3, Qwen2 (2.5) or Llama.
 
@@ -96,7 +107,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = True
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: Llama3RopeScaling | RopeFactors | None = None
 
     def __post_init__(self) -> None:
         H, K, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
@@ -104,6 +115,8 @@ class ModelConfig:
             raise ConfigError(f"`num_attention_heads` {H} is not a multiple of `num_key_value_heads` {K}")
         if D % 2:
             raise ConfigError(f"`head_dim` {D} is odd; rotary positions turn pairs of values")
+        if isinstance(self.rope_scaling, RopeFactors) and len(self.rope_scaling.factors) != D // 2:
+            raise ConfigError(f"{len(self.rope_scaling.factors)} rotary factors; `head_dim` {D} has {D // 2} pairs")
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":

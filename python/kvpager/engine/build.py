@@ -1,8 +1,7 @@
-"""From a folder and settings to a runner: dtype, weights, pool."""
+"""From a model on disk and settings to a runner: dtype, weights, pool; and its tokenizer."""
 
 import functools
 import logging
-from pathlib import Path
 
 import torch
 
@@ -10,25 +9,37 @@ from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
-from kvpager.loader import load_parameters
+from kvpager.loader import ModelFiles
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
+from kvpager.tokenizer import Tokenizer
 
 DEFAULT_KV_CACHE_BYTES = 2**30
 
 
-def make_runner(folder: Path, model_config: ModelConfig, config: EngineConfig) -> ModelRunner:
+def make_tokenizer(files: ModelFiles) -> Tokenizer | None:
+    """The tokenizer that a model brings; None where a folder has no ``tokenizer.json``.
+
+    Raises:
+        ConfigError: it is damaged, or not byte-level.
+    """
+    if files.gguf_fields is not None:
+        return Tokenizer.from_gguf(files.gguf_fields)
+    return Tokenizer.from_folder(files.path) if (files.path / "tokenizer.json").is_file() else None
+
+
+def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:
     """Loads the model and makes the pool beside it.
 
     Raises:
         ConfigError: the device can't be used, or the model or the pool can't be made.
     """
+    model_config = files.config
     device = _usable_device(config.device)
     dtype = getattr(torch, resolve_dtype(model_config, config))
     with torch.device("meta"):
         model = DecoderForCausalLM(model_config)
-    ignored = ("lm_head.weight",) if model_config.tie_word_embeddings else ()
-    load_parameters(model, folder, dtype=dtype, device=device, ignored=ignored)
+    files.load(model, dtype=dtype, device=device)
     cache = _make_cache(model_config, config, dtype)
     return ModelRunner(model.eval(), cache, KVBlockManager(cache.num_blocks, config.block_size))
 

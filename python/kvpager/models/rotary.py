@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvpager.config import Llama3RopeScaling, ModelConfig
+from kvpager.config import Llama3RopeScaling, ModelConfig, RopeFactors
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device | None = None) -> Tensor:
@@ -17,7 +17,11 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | None = None)
     D = config.head_dim
     exponents = torch.arange(0, D, 2, dtype=torch.int64, device=device).float() / D
     frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+    if isinstance(config.rope_scaling, Llama3RopeScaling):
+        return _stretched(frequencies, config.rope_scaling)
+    if isinstance(config.rope_scaling, RopeFactors):
+        return frequencies / torch.tensor(config.rope_scaling.factors, device=device)
+    return frequencies
 
 
 def _stretched(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:

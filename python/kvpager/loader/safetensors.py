@@ -1,12 +1,8 @@
-"""Finds a model's folder and fills a module's parameters from its safetensors files.
-
-Invariant: after `load_parameters` every parameter was filled exactly once, from a tensor of the same name and shape;
-anything else is a `ConfigError` that names the tensor, raised before the first one is read. The module comes on the
-meta device, so a parameter that nobody fills has no values that could pass for weights. Pickles are never opened.
-"""
+"""Weights in safetensors files, one or several with an index. Pickles are never opened."""
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +12,11 @@ from torch import nn
 
 from kvpager.config import read_json
 from kvpager.errors import ConfigError
+from kvpager.loader.fill import StoredTensor, fill_parameters
 
-BUNDLED_MODEL = Path(__file__).parent / "assets" / "tiny-qwen3"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = ("F32", "F16", "BF16", "F64")
-
-
-def resolve_model(model: str | Path | None) -> Path:
-    """The folder of a model: the bundled one for None, a local folder, or a snapshot fetched from the Hugging Face hub.
-
-    Raises:
-        ConfigError: no such folder and no way to fetch it, or the folder has no ``config.json``.
-    """
-    if model is None:
-        return BUNDLED_MODEL
-    folder = Path(model).expanduser()
-    if not folder.exists():
-        folder = _fetch(str(model))
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"`{folder}` is not a model folder: no config.json in it")
-    return folder
-
-
-def _fetch(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ConfigError(f"no folder `{name}`, and a hub name has the form `owner/name`")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ConfigError(
-            f"no folder `{name}`; to fetch it from the hub, install huggingface_hub (`pip install kvpager[hub]`)"
-        ) from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except Exception as error:  # network, permission, no such repository: the hub's errors share no base class
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"no folder `{name}`, and the hub can't give it: {type(error).__name__}: {reason}") from error
 
 
 def load_parameters(
@@ -71,14 +35,18 @@ def load_parameters(
         ConfigError: a tensor is missing, unexpected, of another shape, not floating point, or in two shards; a file is
             missing or damaged; the weights come as a pickle only.
     """
-    wanted = dict(module.named_parameters())
     with ExitStack() as stack:
         files = {path: _open(stack, path) for path in _weight_files(folder)}
         homes = _homes(files)
         _check_index(folder, homes)
-        _check_tensors({name: tuple(parameter.shape) for name, parameter in wanted.items()}, homes, files, ignored)
-        for name in wanted:
-            _replace(module, name, files[homes[name]].get_tensor(name).to(device=device, dtype=dtype))
+        stored = {name: _stored(files[path], name) for name, path in homes.items()}
+        fill_parameters(module, stored, dtype=dtype, device=device, ignored=ignored, supported=", ".join(_FLOATS))
+
+
+def _stored(file: Any, name: str) -> StoredTensor:
+    part = file.get_slice(name)
+    kind = part.get_dtype()
+    return StoredTensor(tuple(part.get_shape()), kind, kind in _FLOATS, partial(file.get_tensor, name))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -135,30 +103,3 @@ def _check_index(folder: Path, homes: Mapping[str, Path]) -> None:
             raise ConfigError(f"tensor `{name}` is missing: {_INDEX} puts it into `{shard}`, which does not hold it")
         if homes[name].name != shard:
             raise ConfigError(f"tensor `{name}` lies in `{homes[name].name}`, but {_INDEX} says `{shard}`")
-
-
-def _check_tensors(
-    wanted: Mapping[str, tuple[int, ...]],
-    homes: Mapping[str, Path],
-    files: Mapping[Path, Any],
-    ignored: Collection[str],
-) -> None:
-    if missing := [name for name in wanted if name not in homes]:
-        raise ConfigError(f"checkpoint has no tensor `{missing[0]}`{_and_more(missing)}")
-    if unexpected := sorted(homes.keys() - wanted.keys() - set(ignored)):
-        raise ConfigError(f"model has no place for the tensor `{unexpected[0]}`{_and_more(unexpected)}")
-    for name, shape in wanted.items():
-        stored = files[homes[name]].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise ConfigError(f"tensor `{name}` has shape {stored.get_shape()}, the config asks for {list(shape)}")
-        if stored.get_dtype() not in _FLOATS:
-            raise ConfigError(f"tensor `{name}` is stored as {stored.get_dtype()}; supported: {', '.join(_FLOATS)}")
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _replace(module: nn.Module, name: str, values: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))

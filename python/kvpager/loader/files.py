@@ -1,0 +1,86 @@
+"""`ModelFiles`: a model on disk, whatever its format: its config, its weights, what its tokenizer is made from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpager.config import ModelConfig
+from kvpager.loader.find import resolve_model
+from kvpager.loader.gguf import config_from_gguf, load_gguf_parameters
+from kvpager.loader.gguf_file import GGUFFile
+from kvpager.loader.safetensors import load_parameters
+
+
+class ModelFiles(ABC):
+    """A model on disk. Opening reads its config; the weights are read by `load`.
+
+    Attributes:
+        path: its folder or file.
+        config: what it is.
+    """
+
+    path: Path
+    config: ModelConfig
+
+    @abstractmethod
+    def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Fills every parameter of a module made on the meta device.
+
+        Raises:
+            ConfigError: the weights do not fit the config, or are damaged.
+        """
+
+    @property
+    @abstractmethod
+    def gguf_fields(self) -> Mapping[str, Any] | None:
+        """The fields to make a tokenizer from; None where it is made from the folder at `path`."""
+
+
+class HuggingFaceFolder(ModelFiles):
+    """``config.json`` and safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = ModelConfig.from_folder(path)
+
+    def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        """See `ModelFiles.load`."""
+        ignored = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
+        load_parameters(module, self.path, dtype=dtype, device=device, ignored=ignored)
+
+    @property
+    def gguf_fields(self) -> None:
+        """None: the tokenizer lies in the folder."""
+        return
+
+
+class GGUFModel(ModelFiles):
+    """One GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GGUFFile(path)
+        self.config = config_from_gguf(self._file)
+
+    def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        """See `ModelFiles.load`."""
+        load_gguf_parameters(module, self._file, self.config, dtype=dtype, device=device)
+
+    @property
+    def gguf_fields(self) -> Mapping[str, Any]:
+        """All fields of the file."""
+        return self._file.fields
+
+
+def open_model(model: str | Path | None) -> ModelFiles:
+    """Finds a model and reads its config; see `resolve_model` for what can be given.
+
+    Raises:
+        ConfigError: it is not there, or kvpager does not compute what its config says.
+    """
+    path = resolve_model(model)
+    return GGUFModel(path) if path.is_file() else HuggingFaceFolder(path)
