@@ -62,9 +62,14 @@ inline bool is_float(ScalarType dtype) {
          dtype == ScalarType::Double;
 }
 
+inline bool is_quantised_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn;
+}
+
 inline PoolShape check_pool(const Tensor& key_cache, const Tensor& value_cache) {
   if (key_cache.dim() != 4) fail_argument("key_cache", "[N, K, S, D]", shape_text(key_cache));
-  if (!is_float(key_cache.scalar_type())) fail_argument("key_cache", kFloatDtypes, "another dtype");
+  if (!is_float(key_cache.scalar_type()) && !is_quantised_dtype(key_cache.scalar_type()))
+    fail_argument("key_cache", std::string(kFloatDtypes) + ", int8 or float8_e4m3fn", "another dtype");
   const PoolShape pool{key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)};
   if (pool.num_kv_heads < 1 || pool.block_size < 1 || pool.head_dim < 1)
     fail_argument("key_cache", "K, S and D of at least 1", shape_text(key_cache));
@@ -121,6 +126,50 @@ void with_float_type(const char* argument, ScalarType dtype, const F& use) {
   }
 }
 
+// Calls `use` with zeros of the types of the float tensors and of the caches: the same, or codes for 32- and 16-bit
+// floats.
+template <class F>
+void with_cache_types(const char* argument, const Tensor& numbers, const Tensor& key_cache, const F& use) {
+  const ScalarType cache_dtype = key_cache.scalar_type();
+  with_float_type(argument, numbers.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, double>) {
+      if (cache_dtype == ScalarType::Char) return use(T{}, int8_code{});
+      if (cache_dtype == ScalarType::Float8_e4m3fn) return use(T{}, fp8_e4m3{});
+    } else if (is_quantised_dtype(cache_dtype)) {
+      fail_argument(argument, "float32, float16 or bfloat16 beside a quantised cache", "float64");
+    }
+    use(T{}, T{});
+  });
+}
+
+// The scales of a quantised cache: float32, the cache's shape without D, or one element. None beside other caches.
+inline void check_scales(const char* argument, const std::optional<Tensor>& scale, const Tensor& cache,
+                         const PoolShape& pool) {
+  if (!is_quantised_dtype(cache.scalar_type())) {
+    if (scale) fail_argument(argument, "none beside a cache that is not quantised", shape_text(*scale));
+    return;
+  }
+  if (!scale) fail_argument(argument, "the scales of the quantised cache", "none");
+  if (scale->dim() == 0) return check_tensor(argument, *scale, ScalarType::Float, cache, {});
+  if (scale->dim() == 1) return check_tensor(argument, *scale, ScalarType::Float, cache, {1});
+  check_tensor(argument, *scale, ScalarType::Float, cache, {pool.num_blocks, pool.num_kv_heads, pool.block_size});
+}
+
+// Views of checked scales; `T` may be const.
+template <class T>
+Scales<T> scales_of(const std::optional<Tensor>& scale) {
+  if (!scale) return {};
+  T* data;
+  if constexpr (std::is_const_v<T>) {
+    data = static_cast<T*>(scale->const_data_ptr());
+  } else {
+    data = static_cast<T*>(scale->mutable_data_ptr());
+  }
+  if (scale->dim() != 3) return {data, 0, 0, 0, true};
+  return {data, scale->stride(0), scale->stride(1), scale->stride(2), false};
+}
+
 // Calls `use` with a zero of the unsigned integer that is as wide as an element: for ops that copy bits.
 template <class F>
 void with_bits_type(const char* argument, size_t bytes, const F& use) {
@@ -153,20 +202,83 @@ WriteParams<T> write_params(const Tensor& key, const Tensor& value, const Tensor
           pool};
 }
 
+template <class T, class C>
+QuantisedWriteParams<T, C> quantised_write_params(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                                                  const Tensor& value_cache, const Tensor& slot_mapping,
+                                                  const std::optional<Tensor>& key_scale,
+                                                  const std::optional<Tensor>& value_scale) {
+  const PoolShape pool = check_pool(key_cache, value_cache);
+  check_scales("key_scale", key_scale, key_cache, pool);
+  check_scales("value_scale", value_scale, value_cache, pool);
+  check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
+  const int64_t num_tokens = slot_mapping.size(0);
+  for (auto [argument, tensor] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
+    check_tensor(argument, *tensor, key.scalar_type(), key_cache, {num_tokens, pool.num_kv_heads, pool.head_dim},
+                 /*at_least=*/true);
+    check_last_contiguous(argument, *tensor);
+  }
+  return {rows_of<T>(key),
+          rows_of<T>(value),
+          mutable_cache_of<C>(key_cache),
+          mutable_cache_of<C>(value_cache),
+          scales_of<float>(key_scale),
+          scales_of<float>(value_scale),
+          list_of<int64_t>(slot_mapping),
+          num_tokens,
+          pool};
+}
+
+template <class T, class C>
+GatherParams<T, C> gather_params(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                                 const Tensor& value_cache, const Tensor& block_tables, const Tensor& seq_lens,
+                                 const Tensor& seq_start_loc, const std::optional<Tensor>& key_scale,
+                                 const std::optional<Tensor>& value_scale) {
+  const PoolShape pool = check_pool(key_cache, value_cache);
+  check_scales("key_scale", key_scale, key_cache, pool);
+  check_scales("value_scale", value_scale, value_cache, pool);
+  const ScalarType dtype = is_quantised<C> ? key.scalar_type() : key_cache.scalar_type();
+  check_tensor("key", key, dtype, key_cache, {-1, pool.num_kv_heads, pool.head_dim});
+  check_tensor("value", value, dtype, key_cache, {key.size(0), pool.num_kv_heads, pool.head_dim});
+  check_last_contiguous("key", key);
+  check_last_contiguous("value", value);
+  check_tensor("seq_lens", seq_lens, ScalarType::Int, key_cache, {-1});
+  const int64_t num_sequences = seq_lens.size(0);
+  check_tensor("block_tables", block_tables, ScalarType::Int, key_cache, {num_sequences, -1});
+  check_tensor("seq_start_loc", seq_start_loc, ScalarType::Int, key_cache, {num_sequences + 1});
+  return {mutable_rows_of<T>(key),
+          mutable_rows_of<T>(value),
+          cache_of<C>(key_cache),
+          cache_of<C>(value_cache),
+          scales_of<const float>(key_scale),
+          scales_of<const float>(value_scale),
+          grid_of<int32_t>(block_tables),
+          list_of<int32_t>(seq_lens),
+          list_of<int32_t>(seq_start_loc),
+          key.size(0),
+          num_sequences,
+          block_tables.size(1),
+          pool};
+}
+
 struct AttentionOptions {
   double scale;
   int64_t max_query_len, max_seq_len, window;
   double softcap;
 };
 
-template <class T>
-AttentionParams<T> attention_params(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
-                                    const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
-                                    const std::optional<Tensor>& query_start_loc, const Tensor& seq_lens,
-                                    const std::optional<Tensor>& sinks, const AttentionOptions& options) {
+template <class T, class C = T>
+AttentionParams<T, C> attention_params(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
+                                       const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+                                       const std::optional<Tensor>& query_start_loc, const Tensor& seq_lens,
+                                       const std::optional<Tensor>& sinks, const AttentionOptions& options,
+                                       const std::optional<Tensor>& key_scale = std::nullopt,
+                                       const std::optional<Tensor>& value_scale = std::nullopt) {
   using A = accumulate_t<T>;
   const PoolShape pool = check_pool(key_cache, value_cache);
-  const ScalarType dtype = key_cache.scalar_type(), wide = accumulate_dtype(dtype);
+  check_scales("key_scale", key_scale, key_cache, pool);
+  check_scales("value_scale", value_scale, value_cache, pool);
+  const ScalarType dtype = is_quantised<C> ? query.scalar_type() : key_cache.scalar_type();
+  const ScalarType wide = accumulate_dtype(dtype);
   check_tensor("query", query, dtype, key_cache, {-1, -1, pool.head_dim});
   check_last_contiguous("query", query);
   const int64_t num_tokens = query.size(0), num_heads = query.size(1);
@@ -186,12 +298,14 @@ AttentionParams<T> attention_params(const Tensor& out, const std::optional<Tenso
   if (options.window < 0) fail_argument("window", "0 or more positions", std::to_string(options.window));
   if (!(options.softcap >= 0)) fail_argument("softcap", "0 or more", std::to_string(options.softcap));
 
-  AttentionParams<T> params{};
+  AttentionParams<T, C> params{};
   params.out = mutable_rows_of<T>(out);
   if (lse) params.lse = mutable_grid_of<A>(*lse);
   params.query = rows_of<T>(query);
-  params.key_cache = cache_of<T>(key_cache);
-  params.value_cache = cache_of<T>(value_cache);
+  params.key_cache = cache_of<C>(key_cache);
+  params.value_cache = cache_of<C>(value_cache);
+  params.key_scale = scales_of<const float>(key_scale);
+  params.value_scale = scales_of<const float>(value_scale);
   params.block_tables = grid_of<int32_t>(block_tables);
   if (query_start_loc) params.query_start_loc = list_of<int32_t>(*query_start_loc);
   params.seq_lens = list_of<int32_t>(seq_lens);
@@ -253,6 +367,46 @@ inline CopyShape copy_shape(const Tensor& cache) {
     }
   }
   return shape;
+}
+
+// The blocks of `source` and `target` have the same inner shape and dtype, and share no memory.
+inline SwapShape swap_shape(const Tensor& source, const Tensor& target) {
+  if (source.dim() < 2 || source.dim() > CopyShape::kMaxInner + 1)
+    fail_argument("src", "tensors of 2 to 8 dimensions", shape_text(source));
+  bool same = source.dim() == target.dim() && source.scalar_type() == target.scalar_type();
+  for (int64_t dim = 1; same && dim < source.dim(); ++dim) same = source.size(dim) == target.size(dim);
+  if (!same) fail_argument("dst", "blocks of the shape and dtype of `src`", shape_text(target));
+  SwapShape shape{source.size(0), target.size(0), source.stride(0), target.stride(0), 0, 1, {}, {}, {}};
+  for (int64_t dim = 1; dim < source.dim(); ++dim) {
+    const int64_t size = source.size(dim), from = source.stride(dim), to = target.stride(dim);
+    shape.elements *= size;
+    if (size == 1) continue;
+    const int64_t previous = shape.num_inner - 1;
+    if (previous >= 0 && shape.from[previous] == size * from && shape.to[previous] == size * to) {
+      shape.sizes[previous] *= size;  // lies against the dimension before it in both
+      shape.from[previous] = from;
+      shape.to[previous] = to;
+    } else {
+      shape.sizes[shape.num_inner] = size;
+      shape.from[shape.num_inner] = from;
+      shape.to[shape.num_inner++] = to;
+    }
+  }
+  return shape;
+}
+
+inline void check_swap(const std::vector<Tensor>& sources, const std::vector<Tensor>& targets, const Tensor& pairs) {
+  if (sources.empty()) fail_argument("src", "at least one cache", "none");
+  if (sources.size() != targets.size())
+    fail_argument("dst", std::to_string(sources.size()) + " caches, as in `src`", std::to_string(targets.size()));
+  if (pairs.dim() != 2 || pairs.size(1) != 2 || pairs.scalar_type() != ScalarType::Long)
+    fail_argument("pairs", "[P, 2] int64", shape_text(pairs));
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (sources[i].dim() < 1 || sources[i].size(0) != sources[0].size(0))
+      fail_argument("src", "the same blocks in each", shape_text(sources[i]));
+    if (targets[i].dim() < 1 || targets[i].size(0) != targets[0].size(0))
+      fail_argument("dst", "the same blocks in each", shape_text(targets[i]));
+  }
 }
 
 inline void check_copy(const std::vector<Tensor>& caches, const Tensor& pairs) {

@@ -48,6 +48,7 @@ template <class T>
 struct Scales {
   T* data;  // null if the cache is not quantised
   int64_t block_stride, head_stride, slot_stride;
+  bool fixed;  // one scale for all: it is only read
   KVPAGER_HD T* at(int64_t block, int64_t head, int64_t offset) const {
     return data + block * block_stride + head * head_stride + offset * slot_stride;
   }
@@ -64,6 +65,29 @@ struct WriteParams {
   Cache<T> key_cache, value_cache;  // [N, K, S, D]
   List<int64_t> slot_mapping;       // [num_tokens]
   int64_t num_tokens;
+  PoolShape pool;
+};
+
+// T: type of key and value. C: codes.
+template <class T, class C>
+struct QuantisedWriteParams {
+  Rows<const T> key, value;         // [>= num_tokens, K, D]
+  Cache<C> key_cache, value_cache;  // [N, K, S, D]
+  Scales<float> key_scale, value_scale;
+  List<int64_t> slot_mapping;  // [num_tokens]
+  int64_t num_tokens;
+  PoolShape pool;
+};
+
+// T: type of key and value. C: type of the caches, T itself or codes.
+template <class T, class C>
+struct GatherParams {
+  Rows<T> key, value;  // [num_rows, K, D]
+  Cache<const C> key_cache, value_cache;
+  Scales<const float> key_scale, value_scale;
+  Grid<const int32_t> block_tables;       // [num_sequences, max_blocks]
+  List<int32_t> seq_lens, seq_start_loc;  // [num_sequences], [num_sequences + 1]
+  int64_t num_rows, num_sequences, max_blocks;
   PoolShape pool;
 };
 
@@ -133,6 +157,12 @@ struct CopyShape {
     }
     return at;
   }
+};
+
+// One pair of caches [N, inner...] of `swap_blocks`; like CopyShape, with the element strides of both.
+struct SwapShape {
+  int64_t num_sources, num_targets, source_stride, target_stride, num_inner, elements;
+  int64_t sizes[CopyShape::kMaxInner], from[CopyShape::kMaxInner], to[CopyShape::kMaxInner];
 };
 
 // Merging two results by log-sum-exp: weights of both parts and the common lse. An empty part (lse -inf) weighs 0.

@@ -74,12 +74,10 @@ std::vector<Cut> scheduled_cuts(const AttentionParams<T, C>& p, const DecodeOpti
     const bool first = i == 0, last = i + 1 == cuts.size();
     bool fits = first ? row == 0 && position == 0
                       : row > cuts[i - 1].row || (row == cuts[i - 1].row && position >= cuts[i - 1].position);
-    fits &= last ? row == p.num_sequences && position == 0
-                 : row >= 0 && row < p.num_sequences && position >= 0 && position <= p.seq_lens[row];
+    const bool at_end = row == p.num_sequences && position == 0;
+    fits &= at_end || (!last && row >= 0 && row < p.num_sequences && position >= 0 && position <= p.seq_lens[row]);
     fits &= options.fixed_split == 0 || position % options.fixed_split == 0;
-    // An empty batch has only cuts at its start, which is its end.
-    if (!fits && !(p.num_sequences == 0 && row == 0 && position == 0))
-      refuse("a cut at row " + std::to_string(row) + ", position " + std::to_string(position));
+    if (!fits) refuse("a cut at row " + std::to_string(row) + ", position " + std::to_string(position));
   }
   return cuts;
 }
@@ -168,6 +166,14 @@ void run_parts(const AttentionParams<T, C>& p, const Plan& plan, float* partials
 }
 
 }  // namespace
+
+template <class T, class C>
+void check_schedule(const AttentionParams<T, C>& p, const DecodeOptions& options) {
+  for (int64_t row = 0; row < p.num_sequences; ++row) check_sequence(p, row, p.seq_lens[row], 1);
+  if (options.schedule.data) scheduled_cuts(p, options);
+}
+
+template void check_schedule(const AttentionParams<double, double>&, const DecodeOptions&);
 
 template <class T, class C>
 void decode(const AttentionParams<T, C>& p, const DecodeOptions& options) {

@@ -8,6 +8,15 @@ namespace kvpager::cpu {
 template <class T>
 void write_kv(const WriteParams<T>& params);
 
+template <class T, class C>
+void write_quantised_kv(const QuantisedWriteParams<T, C>& params);
+
+template <class T, class C>
+void gather_kv(const GatherParams<T, C>& params);
+
+// A scale that is only read must be a positive number: nothing else can be divided by.
+void check_fixed_scale(const char* argument, const Scales<const float>& scale);
+
 // Decode and prefill, plain, one source for all CPUs.
 template <class T>
 void attention(const AttentionParams<T>& params);
@@ -19,6 +28,10 @@ struct DecodeOptions {
   float* workspace;  // zeros; null if the kernel is to find room itself
   int64_t workspace_floats;
 };
+
+// Throws if the schedule is not one for these sequences.
+template <class T, class C>
+void check_schedule(const AttentionParams<T, C>& params, const DecodeOptions& options);
 
 // Decode: query token b is the last one of sequence b.
 template <class T, class C>
@@ -37,6 +50,13 @@ void qk_norm_rope_write(const FusedParams<T, C>& params);
 // `data` is the first element of the cache that `shape` describes. The pairs have been checked.
 void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, const Grid<const int64_t>& pairs,
                  int64_t num_pairs);
+
+// Like copy_blocks, between two caches; `source` and `target` are their first elements.
+void swap_blocks(const char* source, char* target, const SwapShape& shape, int64_t element_bytes,
+                 const Grid<const int64_t>& pairs, int64_t num_pairs);
+
+// Sources of pairs are blocks below num_sources, targets below num_targets, each named once.
+void check_swap_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_sources, int64_t num_targets);
 
 void check_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_blocks);
 

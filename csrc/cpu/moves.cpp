@@ -1,9 +1,9 @@
-// The CPU ops that move rows: writing tokens into slots, copying blocks.
+// The CPU ops that move rows as they are: writing tokens into slots, copying blocks within and between caches.
 #include <algorithm>
 #include <unordered_set>
 
-#include "../checks.h"
 #include "kernels.h"
+#include "sequences.h"
 
 namespace kvpager::cpu {
 namespace {
@@ -19,13 +19,7 @@ int64_t grain_rows(int64_t elements_per_row) {
 template <class T>
 void write_kv(const WriteParams<T>& p) {
   const PoolShape& pool = p.pool;
-  const int64_t num_slots = pool.num_blocks * pool.block_size;
-  for (int64_t token = 0; token < p.num_tokens; ++token) {
-    const int64_t slot = p.slot_mapping[token];
-    if (slot < -1 || slot >= num_slots)
-      fail_slot("slot_mapping", "-1 or a slot below " + std::to_string(num_slots),
-                std::to_string(slot) + " at token " + std::to_string(token));
-  }
+  check_slots(p.slot_mapping, p.num_tokens, pool);
   const int64_t grain = grain_rows(2 * pool.num_kv_heads * pool.head_dim);
   torch::stable::parallel_for(0, p.num_tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
@@ -74,6 +68,45 @@ void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, cons
       for (int64_t element = 0; element < shape.elements; element += run) {
         const int64_t at = shape.offset(element) * element_bytes;
         memcpy(destination + at, source + at, run * element_bytes);
+      }
+    }
+  });
+}
+
+void check_swap_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_sources, int64_t num_targets) {
+  std::unordered_set<int64_t> targets;
+  for (int64_t row = 0; row < num_pairs; ++row) {
+    for (int64_t column = 0; column < 2; ++column) {
+      const int64_t block = pairs.at(row, column), num_blocks = column == 0 ? num_sources : num_targets;
+      if (block < 0 || block >= num_blocks)
+        fail_slot(
+            "pairs",
+            std::string(column == 0 ? "source" : "destination") + " blocks of 0 to " + std::to_string(num_blocks - 1),
+            std::to_string(block) + " at row " + std::to_string(row));
+    }
+    if (!targets.insert(pairs.at(row, 1)).second)
+      fail_argument("pairs", "destinations named once",
+                    "block " + std::to_string(pairs.at(row, 1)) + " at row " + std::to_string(row));
+  }
+}
+
+void swap_blocks(const char* source, char* target, const SwapShape& shape, int64_t element_bytes,
+                 const Grid<const int64_t>& pairs, int64_t num_pairs) {
+  const int64_t last = shape.num_inner - 1;
+  const bool packed = last >= 0 && shape.from[last] == 1 && shape.to[last] == 1;
+  const int64_t run = packed ? shape.sizes[last] : 1;
+  torch::stable::parallel_for(0, num_pairs, grain_rows(shape.elements), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      // In bounds: check_swap_pairs has found both blocks; an index below `elements` stays within a block.
+      const char* from = source + pairs.at(row, 0) * shape.source_stride * element_bytes;
+      char* to = target + pairs.at(row, 1) * shape.target_stride * element_bytes;
+      for (int64_t element = 0; element < shape.elements; element += run) {
+        int64_t from_at = 0, to_at = 0, index = element;
+        for (int64_t dim = last; dim >= 0; index /= shape.sizes[dim--]) {
+          from_at += index % shape.sizes[dim] * shape.from[dim];
+          to_at += index % shape.sizes[dim] * shape.to[dim];
+        }
+        memcpy(to + to_at * element_bytes, from + from_at * element_bytes, run * element_bytes);
       }
     }
   });

@@ -26,6 +26,17 @@ void check_sequence(const AttentionParams<T, C>& p, int64_t row, int64_t length,
   }
 }
 
+// Slots are -1 or lie in the pool.
+inline void check_slots(const List<int64_t>& slot_mapping, int64_t num_tokens, const PoolShape& pool) {
+  const int64_t num_slots = pool.num_blocks * pool.block_size;
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const int64_t slot = slot_mapping[token];
+    if (slot < -1 || slot >= num_slots)
+      fail_slot("slot_mapping", "-1 or a slot below " + std::to_string(num_slots),
+                std::to_string(slot) + " at token " + std::to_string(token));
+  }
+}
+
 // Zeros and lse -inf for query tokens first ... stop - 1, which see nothing.
 template <class T, class C>
 void write_empty(const AttentionParams<T, C>& p, int64_t first, int64_t stop) {

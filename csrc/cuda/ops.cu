@@ -28,7 +28,17 @@ dim3 grid_of_size(const char* argument, int64_t x, int64_t y) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
 
-void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) {
+void refuse_quantised(const Tensor& cache, const std::optional<Tensor>& key_scale,
+                      const std::optional<Tensor>& value_scale) {
+  if (is_quantised_dtype(cache.scalar_type()))
+    fail_argument("key_cache", std::string(kFloatDtypes) + " (no quantised caches on CUDA yet)", "codes");
+  check_scales("key_scale", key_scale, cache, {});
+  check_scales("value_scale", value_scale, cache, {});
+}
+
+void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping,
+              std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+  refuse_quantised(key_cache, key_scale, value_scale);
   with_bits_type("key_cache", key_cache.element_size(), [&](auto zero) {
     using T = decltype(zero);
     if constexpr (sizeof(T) > 1) {
@@ -64,14 +74,23 @@ void attend(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q
 
 void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                      Tensor block_tables, Tensor seq_lens, double scale, int64_t max_seq_len, int64_t window,
-                     double softcap, std::optional<Tensor> sinks) {
+                     double softcap, std::optional<Tensor> sinks, std::optional<Tensor> key_scale,
+                     std::optional<Tensor> value_scale, int64_t fixed_split, std::optional<Tensor> schedule,
+                     std::optional<Tensor> workspace) {
+  refuse_quantised(key_cache, key_scale, value_scale);
+  // No sequence is cut, and a row's sums depend on nothing but itself: that is what a fixed split promises.
+  if (fixed_split < 0) fail_argument("fixed_split", "0 or more tokens", std::to_string(fixed_split));
+  if (schedule) fail_argument("schedule", "none (the CUDA kernels cut no sequence yet)", shape_text(*schedule));
+  if (workspace) fail_argument("workspace", "none (the CUDA kernels need no room yet)", shape_text(*workspace));
   attend(out, lse, query, key_cache, value_cache, block_tables, std::nullopt, seq_lens, sinks,
          {scale, 1, max_seq_len, window, softcap});
 }
 
 void paged_prefill(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                    Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, double scale, int64_t max_query_len,
-                   int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks) {
+                   int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks,
+                   std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+  refuse_quantised(key_cache, key_scale, value_scale);
   attend(out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks,
          {scale, max_query_len, max_seq_len, window, softcap});
 }
@@ -107,6 +126,15 @@ void copy_blocks(std::vector<Tensor> caches, Tensor pairs) {
   }
 }
 
+void swap_blocks(std::vector<Tensor>, std::vector<Tensor>, Tensor pairs) {
+  fail_argument("pairs", "caches and pairs on the CPU (swap_blocks is not there on CUDA yet)", shape_text(pairs));
+}
+
+void gather_kv(Tensor, Tensor, Tensor key_cache, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>,
+               std::optional<Tensor>) {
+  fail_argument("key_cache", "a cache on the CPU (gather_kv is not there on CUDA yet)", shape_text(key_cache));
+}
+
 void take_errors(Tensor word) {
   check_tensor("word", word, ScalarType::Long, word, {1});
   const LaunchScope scope(word);
@@ -124,5 +152,7 @@ STABLE_TORCH_LIBRARY_IMPL(KVPAGER_NAMESPACE, KVPAGER_KEY, library) {
   library.impl("paged_prefill", TORCH_BOX(&kvpager::cuda::paged_prefill));
   library.impl("merge_attention", TORCH_BOX(&kvpager::cuda::merge_attention));
   library.impl("copy_blocks", TORCH_BOX(&kvpager::cuda::copy_blocks));
+  library.impl("swap_blocks", TORCH_BOX(&kvpager::cuda::swap_blocks));
+  library.impl("gather_kv", TORCH_BOX(&kvpager::cuda::gather_kv));
   library.impl("take_errors", TORCH_BOX(&kvpager::cuda::take_errors));
 }

@@ -90,7 +90,8 @@ def select_cpu_isa(name: str) -> None:
 
 def _settle_cpu_isa() -> tuple[tuple[str, ...], str]:
     """Follow `KVPAGER_CPU_ISA`; returns the sets that can run and why the one that runs was picked."""
-    available, lacking = [], {}
+    available: list[str] = []
+    lacking: dict[str, str] = {}
     while name := _text(_library().kvpager_cpu_isa_name, len(available) + len(lacking)):
         if missing := _text(_library().kvpager_cpu_isa_lacks, len(available) + len(lacking)):
             lacking[name] = missing

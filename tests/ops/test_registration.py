@@ -26,11 +26,24 @@ def arguments_of(name):
         "paged_prefill": ((out, lse, query, *caches, table, starts, lengths), {**options, "max_query_len": 4}),
         "merge_attention": ((out, None, query, torch.randn(4, 6), query + 1, torch.randn(4, 6)), {}),
         "qk_norm_rope_write": (
-            (query, torch.randn(4, 80), torch.randn(8), None, torch.randn(9, 8), torch.tensor([0, 8, 3, 1]), *caches,
-             torch.tensor([3, -1, 9, 15])),
+            (
+                query,
+                torch.randn(4, 80),
+                torch.randn(8),
+                None,
+                torch.randn(9, 8),
+                torch.tensor([0, 8, 3, 1]),
+                *caches,
+                torch.tensor([3, -1, 9, 15]),
+            ),
             {"eps": 1e-6},
         ),
         "copy_blocks": ((caches, torch.tensor([[0, 1]])), {}),
+        "swap_blocks": ((caches, [torch.zeros(3, 2, 4, 8) for _ in caches], torch.tensor([[3, 1], [0, 2]])), {}),
+        "gather_kv": (
+            (torch.empty(9, 2, 8), torch.empty(9, 2, 8), *caches, table, lengths, torch.tensor([0, 5, 9]).int()),
+            {},
+        ),
         "take_errors": ((torch.zeros(1, dtype=torch.int64),), {}),
     }[name]
 
@@ -114,7 +127,7 @@ def good_call():
 
 EMPTY_BLOCKS, SHORT_POOL = torch.zeros(4, 2, 0, 8), torch.zeros(3, 2, 4, 8)
 META_LENGTHS = torch.ones(2, device="meta", dtype=torch.int32)
-FLOATS = "float32, float16, bfloat16 or float64"
+FLOATS = "float32, float16, bfloat16, float64, int8 or float8_e4m3fn"
 BAD_ARGUMENTS = [
     ("query", torch.zeros(2, 4, 7), "[T, H, D] with 4 heads and head dim 8, got [2, 4, 7] float32 on cpu"),
     ("query", torch.zeros(2, 4, 8).half(), "[T, H, D] float32 on cpu, got [2, 4, 8] float16 on cpu"),

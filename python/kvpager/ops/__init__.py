@@ -4,7 +4,8 @@ Letters: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks,
 `layout` names the axes of the caches: `"HND"` = [N, K, S, D] (default), `"NHD"` = [N, S, K, D]. Both may be strided
 views (of one allocation for all layers, of interleaved K and V); the last dimension of every float tensor must be
 contiguous. dtypes: float32, float16, bfloat16, float64, one for all float tensors of a call. Arithmetic is in float32
-(float64 for float64).
+(float64 for float64). Caches may also hold int8 or fp8 e4m3 codes, with a float32 scale for each row of D beside them,
+or one for the whole cache; `quantise` says which numbers they stand for.
 
 Shapes, dtypes and devices that do not fit raise `ArgumentError`, before anything is written. Bad values (slots, table
 entries, lengths) raise `SlotError` or `ArgumentError` on the CPU, with nothing written. On CUDA the row is skipped and
@@ -20,18 +21,26 @@ from kvpager.ops.attention import merge_attention, paged_attention, paged_prefil
 from kvpager.ops.device_errors import check_errors
 from kvpager.ops.fused import qk_norm_rope_write
 from kvpager.ops.layout import Layout
-from kvpager.ops.moves import copy_blocks, write_kv
+from kvpager.ops.moves import copy_blocks, gather_kv, swap_blocks, write_kv
+from kvpager.ops.quantise import dequantise, quantise
+from kvpager.ops.schedule import make_schedule, workspace_bytes
 from kvpager.ops.shared_prefix import shared_prefix_attention
 
 __all__ = [
     "Layout",
     "check_errors",
     "copy_blocks",
+    "dequantise",
+    "gather_kv",
+    "make_schedule",
     "merge_attention",
     "paged_attention",
     "paged_prefill",
     "qk_norm_rope_write",
+    "quantise",
     "shared_prefix_attention",
+    "swap_blocks",
+    "workspace_bytes",
     "write_kv",
 ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpager.ops import checks, device_errors
 from kvpager.ops.device_errors import REFUSALS, raise_typed
-from kvpager.ops.layout import Layout, as_hnd
+from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
 from kvpager.ops.schemas import registered_op
 
 _paged_attention = registered_op("paged_attention")
@@ -30,6 +30,11 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    fixed_split: int = 0,
+    schedule: Tensor | None = None,
+    workspace: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -48,6 +53,11 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    fixed_split: int = 0,
+    schedule: Tensor | None = None,
+    workspace: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -65,6 +75,11 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    fixed_split: int = 0,
+    schedule: Tensor | None = None,
+    workspace: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -75,7 +90,7 @@ def paged_attention(
     Args:
         query: query [B, H, D] float; may be a strided view of a fused projection. H is a multiple of K; query head h
             reads kv head h // (H // K).
-        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D].
+        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D]; of the query's dtype, or int8 or float8_e4m3fn codes.
         value_cache: value_cache, like `key_cache`.
         block_tables: block_tables [B, M] int32; entries past a row's length are not read.
         seq_lens: seq_lens [B] int32; length 0 gives zeros and lse −inf. Positions at or past it are never read.
@@ -84,7 +99,14 @@ def paged_attention(
         window: positions a query sees, itself included; 0 = all. Blocks wholly before the window are not read.
         softcap: c > 0 bends a score s to c · tanh(s / c), before the mask; 0 = none.
         sinks: sinks [H] float32 (float64 with float64): logits added to each head's softmax denominator.
-        layout: axes of the caches.
+        key_scale: of a quantised cache, key_scale [N, K, S] or, NHD, [N, S, K] float32, or [1] for the whole cache.
+        value_scale: value_scale, like `key_scale`.
+        fixed_split: tokens of a split: then each row's result is the same, bit for bit, whatever else is in the batch
+            and however many threads run. 0 lets the kernel cut long sequences where it suits the threads.
+        schedule: from `kvpager.ops.make_schedule` for these lengths; None lets the kernel cut for itself.
+        workspace: uint8 of at least `kvpager.ops.workspace_bytes`, zeroed, and left zeroed; None lets the kernel find
+            room itself.
+        layout: axes of the caches (and of scales with three dimensions).
         out: out [B, H, D] to write into, of the query's dtype.
         lse: lse [B, H] float32 (float64 with float64) to write into: log of the softmax denominator.
         return_lse: return lse too.
@@ -96,9 +118,10 @@ def paged_attention(
         ArgumentError: shapes, dtypes, devices, strides, options or lengths do not fit.
         SlotError: a table entry that is read names no block.
 
-    O(sum of lengths · H · D).
+    On CUDA, quantised caches, `schedule` and `workspace` are refused with an ArgumentError. O(sum of lengths · H · D).
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
+    key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
     given = (out, lse)
     try:
         out, lse = _outputs(query, out, lse, return_lse)
@@ -106,12 +129,14 @@ def paged_attention(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens,
             scale=query.shape[2] ** -0.5 if scale is None else scale,
             max_seq_len=block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len,
-            window=window, softcap=softcap, sinks=sinks,
+            window=window, softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
+            fixed_split=fixed_split, schedule=schedule, workspace=workspace,
         )  # fmt: skip
     except REFUSALS as error:
         raise_typed(
-            error, checks.check_attention,
-            *given, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+            error, _check_decode,
+            *given, query, key_cache, value_cache, block_tables, seq_lens, sinks, window, softcap,
+            key_scale, value_scale, fixed_split, schedule, workspace,
         )  # fmt: skip
     if device_errors.CHECKED:
         device_errors.check_errors(out.device)
@@ -133,6 +158,8 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -153,6 +180,8 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -172,6 +201,8 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -195,6 +226,8 @@ def paged_prefill(
         window: as in `paged_attention`, per query token.
         softcap: as in `paged_attention`.
         sinks: as in `paged_attention`.
+        key_scale: as in `paged_attention`.
+        value_scale: as in `paged_attention`.
         layout: as in `paged_attention`.
         out: out [T, H, D] to write into.
         lse: lse [T, H] to write into.
@@ -210,6 +243,7 @@ def paged_prefill(
     O(sum over query tokens of their position · H · D).
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
+    key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
     given = (out, lse)
     try:
         out, lse = _outputs(query, out, lse, return_lse)
@@ -218,12 +252,13 @@ def paged_prefill(
             scale=query.shape[2] ** -0.5 if scale is None else scale,
             max_query_len=query.shape[0] if max_query_len is None else max_query_len,
             max_seq_len=block_tables.shape[1] * key_cache.shape[2] if max_seq_len is None else max_seq_len,
-            window=window, softcap=softcap, sinks=sinks,
+            window=window, softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
     except REFUSALS as error:
         raise_typed(
             error, checks.check_attention,
             *given, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap,
+            key_scale, value_scale,
         )  # fmt: skip
     if device_errors.CHECKED:
         device_errors.check_errors(out.device)
@@ -291,6 +326,30 @@ def merge_attention(
     except REFUSALS as error:
         raise_typed(error, checks.check_merge, *given, out_a, lse_a, out_b, lse_b)
     return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
+
+
+def _check_decode(
+    out: Tensor | None,
+    lse: Tensor | None,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    fixed_split: int,
+    schedule: Tensor | None,
+    workspace: Tensor | None,
+) -> None:
+    checks.check_attention(
+        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+        key_scale, value_scale,
+    )  # fmt: skip
+    checks.check_split(fixed_split, schedule, workspace, query)
 
 
 def _outputs(query: Tensor, out: Tensor | None, lse: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpager.errors import ArgumentError, SlotError
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+QUANTISED_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,12 +30,18 @@ def _refuse(argument: str, wanted: str, tensor: Tensor) -> NoReturn:
 
 
 def _check_rows(argument: str, tensor: Tensor, wanted: str, like: Tensor, heads: int, head_dim: int) -> None:
-    """A [rows, heads, head_dim] tensor of the dtype and device of `like`, with its last dimension contiguous."""
+    """A [rows, heads, head_dim] tensor that goes with `like`, with its last dimension contiguous.
+
+    It has the device of `like` and its dtype, or any of 32 or 16 bits beside a quantised cache.
+    """
     shape = tensor.shape
     if len(shape) != 3 or shape[1] != heads or shape[2] != head_dim:
         _refuse(argument, f"{wanted} with {heads} heads and head dim {head_dim}", tensor)
-    if tensor.dtype is not like.dtype or tensor.device != like.device:
-        dtype = str(like.dtype).removeprefix("torch.")
+    if like.dtype in QUANTISED_DTYPES:
+        fits, dtype = tensor.dtype in FLOAT_DTYPES - {torch.float64}, "float32, float16 or bfloat16"
+    else:
+        fits, dtype = tensor.dtype is like.dtype, str(like.dtype).removeprefix("torch.")
+    if not fits or tensor.device != like.device:
         _refuse(argument, f"{wanted} {dtype} on {like.device}", tensor)
     if tensor.stride(2) != 1 and head_dim > 1:
         raise ArgumentError(argument, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}")
@@ -50,8 +57,8 @@ def _check_ints(
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
     """Two caches [N, K, S, D] of one dtype and device; returns their shape."""
     shape = key_cache.shape
-    if len(shape) != 4 or key_cache.dtype not in FLOAT_DTYPES:
-        _refuse("key_cache", "[N, K, S, D] float32, float16, bfloat16 or float64", key_cache)
+    if len(shape) != 4 or key_cache.dtype not in FLOAT_DTYPES | QUANTISED_DTYPES:
+        _refuse("key_cache", "[N, K, S, D] float32, float16, bfloat16, float64, int8 or float8_e4m3fn", key_cache)
     if 0 in shape[1:]:
         _refuse("key_cache", "[N, K, S, D] with K, S and D of at least 1", key_cache)
     if value_cache.shape != shape or value_cache.dtype is not key_cache.dtype or value_cache.device != key_cache.device:
@@ -62,11 +69,40 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
     return shape
 
 
-def check_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_scales(key_scale: Tensor | None, value_scale: Tensor | None, key_cache: Tensor) -> None:
+    """Scales of quantised caches [N, K, S, D]: [N, K, S], or one element; none beside other caches."""
+    for argument, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if key_cache.dtype not in QUANTISED_DTYPES:
+            if scale is not None:
+                _refuse(argument, "none beside a cache that is not quantised", scale)
+        elif scale is None:
+            raise ArgumentError(argument, "the scales of the quantised cache", "none")
+        elif (
+            scale.dtype is not torch.float32
+            or scale.device != key_cache.device
+            or (scale.shape != key_cache.shape[:3] and not (scale.dim() <= 1 and scale.numel() == 1))
+        ):
+            shape = ", ".join(str(size) for size in key_cache.shape[:3])
+            _refuse(argument, f"[{shape}] or [1] float32 on {key_cache.device}", scale)
+
+
+def check_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
     """Metadata of `write_kv`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
+    check_scales(key_scale, value_scale, key_cache)
     _check_rows("key", key, "[T, K, D]", key_cache, K, D)
     _check_rows("value", value, "[T, K, D]", key_cache, K, D)
+    if value.dtype is not key.dtype:
+        _refuse("value", "the dtype of `key`", value)
     _check_ints("slot_mapping", slot_mapping, torch.int64, 1, "[T]", key_cache.device)
     rows = slot_mapping.shape[0]
     if key.shape[0] < rows:
@@ -87,9 +123,12 @@ def check_attention(
     sinks: Tensor | None,
     window: int,
     softcap: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Metadata of `paged_attention` (`query_start_loc` None) and `paged_prefill`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
+    check_scales(key_scale, value_scale, key_cache)
     device = key_cache.device
     if query.dim() != 3:
         _refuse("query", "[T, H, D]", query)
@@ -118,6 +157,47 @@ def check_attention(
     if not softcap >= 0:
         raise ArgumentError("softcap", "0 (none) or a positive number", softcap)
     _check_results(out, lse, query)
+
+
+def check_split(fixed_split: int, schedule: Tensor | None, workspace: Tensor | None, query: Tensor) -> None:
+    """Metadata of the options by which `paged_attention` cuts sequences."""
+    if fixed_split < 0:
+        raise ArgumentError("fixed_split", "0 (free) or a positive number of tokens", fixed_split)
+    if schedule is not None:
+        _check_ints("schedule", schedule, torch.int32, 1, "[any]", query.device)
+    if workspace is not None:
+        _check_ints("workspace", workspace, torch.uint8, 1, "[any]", query.device)
+        if workspace.numel() > 1 and workspace.stride(0) != 1:
+            raise ArgumentError("workspace", "a contiguous last dimension (stride 1)", f"stride {workspace.stride(0)}")
+
+
+def check_gather(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    seq_start_loc: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Metadata of `gather_kv`; caches are HND."""
+    _, K, _, D = check_caches(key_cache, value_cache)
+    check_scales(key_scale, value_scale, key_cache)
+    _check_rows("key", key, "[T, K, D]", key_cache, K, D)
+    _check_rows("value", value, "[T, K, D]", key_cache, K, D)
+    if value.dtype is not key.dtype or value.shape != key.shape:
+        _refuse("value", "the shape and dtype of `key`", value)
+    _check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", key_cache.device)
+    B = seq_lens.shape[0]
+    _check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", key_cache.device)
+    if block_tables.shape[0] != B:
+        raise ArgumentError("block_tables", f"{B} rows, one for each of `seq_lens`", f"{block_tables.shape[0]} rows")
+    _check_ints("seq_start_loc", seq_start_loc, torch.int32, 1, "[B + 1]", key_cache.device)
+    if seq_start_loc.shape[0] != B + 1:
+        raise ArgumentError("seq_start_loc", f"{B + 1} entries for {B} sequences", seq_start_loc.shape[0])
 
 
 def _check_results(out: Tensor | None, lse: Tensor | None, query: Tensor) -> None:
@@ -219,6 +299,32 @@ def check_copy(caches: list[Tensor], pairs: Tensor) -> None:
         _refuse("pairs", "[P, 2] (source, destination)", pairs)
 
 
+def check_swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+    """Metadata of `swap_blocks`: two lists of caches whose blocks have the same shape and dtype, one by one."""
+    if not src:
+        raise ArgumentError("src", "at least one cache", "none")
+    if len(src) != len(dst):
+        raise ArgumentError("dst", f"{len(src)} caches, as in `src`", len(dst))
+    for index, (source, target) in enumerate(zip(src, dst, strict=True)):
+        for argument, cache, like in (("src", source, src[0]), ("dst", target, dst[0])):
+            if not 2 <= cache.dim() <= 8:
+                _refuse(argument, f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
+            if cache.shape[0] != like.shape[0] or cache.device != like.device:
+                _refuse(argument, f"{like.shape[0]} blocks on {like.device} in each (entry {index})", cache)
+        if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
+            _refuse("dst", f"blocks of the shape and dtype of `src` (entry {index})", target)
+    _check_ints("pairs", pairs, torch.int64, 2, "[P, 2]", pairs.device)
+    if pairs.shape[1] != 2:
+        _refuse("pairs", "[P, 2] (source, destination)", pairs)
+
+
+def check_scale_values(key_scale: Tensor | None, value_scale: Tensor | None) -> None:
+    """A scale that stands for a whole cache is a positive number: nothing else can be divided by."""
+    for argument, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None and scale.dim() <= 1 and not 0 < float(scale) < float("inf"):
+            raise ArgumentError(argument, "a positive number as the one scale", float(scale))
+
+
 def check_slot_values(slot_mapping: Tensor, num_slots: int) -> None:
     """Every slot is −1 (skip) or lies in the pool. O(T), reads the values."""
     bad = (slot_mapping < -1) | (slot_mapping >= num_slots)
@@ -285,6 +391,53 @@ def check_query_values(query_start_loc: list[int], seq_lens: list[int], num_toke
         raise ArgumentError(
             "query_start_loc", f"a last entry of at most {num_tokens} (query rows)", query_start_loc[-1]
         )
+
+
+def check_start_values(seq_start_loc: list[int], seq_lens: list[int], num_rows: int) -> None:
+    """Rows of `gather_kv`: they lie one sequence after another and fit into `key`."""
+    written = 0
+    for row, length in enumerate(seq_lens):
+        start, stop = seq_start_loc[row], seq_start_loc[row + 1]
+        if start < written or stop < start + length:
+            wanted = "rising starts, each at least the sequence's length apart"
+            raise ArgumentError("seq_start_loc", wanted, f"{start} to {stop} for length {length} at row {row}")
+        written = start + length
+    if seq_start_loc[-1] > num_rows:
+        raise ArgumentError("seq_start_loc", f"a last entry of at most {num_rows} (rows of `key`)", seq_start_loc[-1])
+
+
+def check_schedule_values(schedule: list[int], seq_lens: list[int], fixed_split: int) -> None:
+    """A schedule: [B, fixed_split, row, position, …], cuts in order from the start of the batch to its end."""
+    wanted = "one that make_schedule made for these `seq_lens` and `fixed_split`"
+    B = len(seq_lens)
+    if len(schedule) < 6 or len(schedule) % 2:
+        raise ArgumentError("schedule", wanted, f"{len(schedule)} entries")
+    if schedule[0] != B:
+        raise ArgumentError("schedule", wanted, f"one for {schedule[0]} sequences")
+    if schedule[1] != fixed_split:
+        raise ArgumentError("schedule", wanted, f"one for splits of {schedule[1]} tokens")
+    cuts = list(zip(schedule[2::2], schedule[3::2], strict=True))
+    for i, (row, position) in enumerate(cuts):
+        if i in (0, len(cuts) - 1):
+            fits = (row, position) == ((0, 0) if i == 0 else (B, 0))
+        else:
+            fits = (row, position) >= cuts[i - 1] and (
+                (row, position) == (B, 0) or (0 <= row < B and 0 <= position <= seq_lens[row])
+            )
+        if not fits or (fixed_split and position % fixed_split):
+            raise ArgumentError("schedule", wanted, f"a cut at row {row}, position {position}")
+
+
+def check_swap_values(pairs: list[list[int]], num_sources: int, num_targets: int) -> None:
+    """Both blocks of a pair exist, and no destination is named twice. O(P)."""
+    targets: set[int] = set()
+    for row, (source, target) in enumerate(pairs):
+        for kind, block, num_blocks in (("source", source, num_sources), ("destination", target, num_targets)):
+            if not 0 <= block < num_blocks:
+                raise SlotError(f"`pairs`: wanted {kind} blocks of 0 to {num_blocks - 1}, got {block} at row {row}")
+        if target in targets:
+            raise ArgumentError("pairs", "destinations named once", f"block {target} at row {row}")
+        targets.add(target)
 
 
 def check_pair_values(pairs: list[list[int]], num_blocks: int) -> None:

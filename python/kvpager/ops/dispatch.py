@@ -25,10 +25,17 @@ def _check_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    fixed_split: int = 0,
+    schedule: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:
     checks.check_attention(
-        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap
-    )
+        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+        key_scale, value_scale,
+    )  # fmt: skip
+    checks.check_split(fixed_split, schedule, workspace, query)
 
 
 def _check_prefill(
@@ -47,23 +54,36 @@ def _check_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     checks.check_attention(
-        out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap
-    )
+        out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap,
+        key_scale, value_scale,
+    )  # fmt: skip
 
 
 def _check_word(word: Tensor) -> None:
     """The error word is made by `kvpager.ops.check_errors` alone."""
 
 
-def _write_kv(*inputs: Tensor) -> None:
-    checks.check_write(*inputs)
-    reference.write_kv(*inputs)
+def _write_kv(*inputs: Tensor, **scales: Any) -> None:
+    checks.check_write(*inputs, **scales)
+    reference.write_kv(*inputs, **scales)
 
 
-def _paged_attention(out: Tensor, lse: Tensor | None, *inputs: Tensor, **options: Any) -> None:
-    _check_attention(out, lse, *inputs, **options)
+def _paged_attention(
+    out: Tensor,
+    lse: Tensor | None,
+    *inputs: Tensor,
+    fixed_split: int = 0,
+    schedule: Tensor | None = None,
+    workspace: Tensor | None = None,
+    **options: Any,
+) -> None:
+    _check_attention(out, lse, *inputs, fixed_split=fixed_split, schedule=schedule, workspace=workspace, **options)
+    if schedule is not None:  # the reference never cuts a sequence, so that every schedule gives the same
+        checks.check_schedule_values(schedule.tolist(), inputs[-1].tolist(), fixed_split)
     _store(out, lse, reference.paged_attention(*inputs, **options))
 
 
@@ -87,6 +107,16 @@ def _copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
     reference.copy_blocks(caches, pairs)
 
 
+def _swap_blocks(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+    checks.check_swap(src, dst, pairs)
+    reference.swap_blocks(src, dst, pairs)
+
+
+def _gather_kv(*tensors: Tensor, **scales: Any) -> None:
+    checks.check_gather(*tensors, **scales)
+    reference.gather_kv(*tensors, **scales)
+
+
 def _take_errors(word: Tensor) -> None:
     word.zero_()  # the reference kernels raise at once, so nothing is ever pending
 
@@ -104,6 +134,8 @@ REFERENCE_KERNELS: dict[str, Callable[..., None]] = {
     "merge_attention": _merge_attention,
     "qk_norm_rope_write": _qk_norm_rope_write,
     "copy_blocks": _copy_blocks,
+    "swap_blocks": _swap_blocks,
+    "gather_kv": _gather_kv,
     "take_errors": _take_errors,
 }
 # Results go to tensors that exist already, so a fake has nothing to make: it checks what a kernel would check.
@@ -114,6 +146,8 @@ FAKES: dict[str, Callable[..., None]] = {
     "merge_attention": checks.check_merge,
     "qk_norm_rope_write": checks.check_fused,
     "copy_blocks": checks.check_copy,
+    "swap_blocks": checks.check_swap,
+    "gather_kv": checks.check_gather,
     "take_errors": _check_word,
 }
 

@@ -9,6 +9,18 @@ from kvpager.errors import ArgumentError
 Layout = Literal["HND", "NHD"]
 
 
+def scales_as_hnd(
+    key_scale: Tensor | None, value_scale: Tensor | None, layout: Layout
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of quantised caches, in the caches' layout without D, as [N, K, S] views."""
+    if layout == "HND":
+        return key_scale, value_scale
+    key_scale, value_scale = (
+        scale.transpose(1, 2) if scale is not None and scale.dim() == 3 else scale for scale in (key_scale, value_scale)
+    )
+    return key_scale, value_scale
+
+
 def as_hnd(key_cache: Tensor, value_cache: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The caches as HND views; the kernels take strides."""
     if layout == "HND":

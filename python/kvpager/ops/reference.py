@@ -13,25 +13,77 @@ import torch
 from torch import Tensor
 
 from kvpager.ops import checks
+from kvpager.ops.quantise import dequantise, quantise
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
     """Write token rows into their slots; see `kvpager.ops.write_kv`."""
     N, _, S, _ = key_cache.shape
     checks.check_slot_values(slot_mapping, N * S)
+    checks.check_scale_values(key_scale, value_scale)
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens]
     # index_put on [N, S, K, D]: slot -> (block, offset). A negative slot never gets here, it would wrap around.
-    key_cache.transpose(1, 2)[slots // S, slots % S] = key[tokens]
-    value_cache.transpose(1, 2)[slots // S, slots % S] = value[tokens]
+    for cache, scale, rows in ((key_cache, key_scale, key), (value_cache, value_scale, value)):
+        if scale is None:
+            cache.transpose(1, 2)[slots // S, slots % S] = rows[tokens]
+            continue
+        fixed = scale.dim() <= 1
+        codes, scales = quantise(rows[tokens], cache.dtype, scale if fixed else None)
+        # Codes are moved as bytes: torch indexes no float8.
+        cache.view(torch.int8).transpose(1, 2)[slots // S, slots % S] = codes.view(torch.int8)
+        if not fixed:
+            scale.transpose(1, 2)[slots // S, slots % S] = scales
 
 
-def gather(cache: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
-    """Rows start … stop−1 of one sequence, [stop − start, K, D], from a cache [N, K, S, D] through its table [M]."""
+def gather(cache: Tensor, block_table: Tensor, start: int, stop: int, scale: Tensor | None = None) -> Tensor:
+    """Rows start … stop−1 of one sequence, [stop − start, K, D], from a cache [N, K, S, D] through its table [M].
+
+    Those of a quantised cache, with its `scale`, come as float32.
+    """
     S = cache.shape[2]
     positions = torch.arange(start, stop, device=cache.device)
     blocks = block_table[positions // S].long()
-    return cache.transpose(1, 2)[blocks, positions % S]
+    if scale is None:
+        return cache.transpose(1, 2)[blocks, positions % S]
+    codes = cache.view(torch.int8).transpose(1, 2)[blocks, positions % S].view(cache.dtype)
+    return dequantise(codes, scale if scale.dim() <= 1 else scale.transpose(1, 2)[blocks, positions % S])
+
+
+def gather_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    seq_start_loc: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
+    """Copy sequences out of the cache, one after another; see `kvpager.ops.gather_kv`."""
+    N, _, S, _ = key_cache.shape
+    lengths, starts = seq_lens.tolist(), seq_start_loc.tolist()
+    longest = block_tables.shape[1] * S
+    checks.check_sequence_values(
+        block_tables, lengths, lengths, num_blocks=N, block_size=S, max_seq_len=longest, window=0
+    )
+    checks.check_start_values(starts, lengths, len(key))
+    checks.check_scale_values(key_scale, value_scale)
+    for row, length in enumerate(lengths):
+        rows = slice(starts[row], starts[row] + length)
+        key[rows] = gather(key_cache, block_tables[row], 0, length, key_scale)
+        value[rows] = gather(value_cache, block_tables[row], 0, length, value_scale)
 
 
 def attention(
@@ -98,6 +150,8 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of each sequence; see `kvpager.ops.paged_prefill`.
 
@@ -106,8 +160,9 @@ def paged_prefill(
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     checks.check_query_values(starts, lengths, len(query), max_query_len)
     return _attend_all(
-        query, key_cache, value_cache, block_tables, starts, lengths, max_seq_len, scale, window, softcap, sinks
-    )
+        query, key_cache, value_cache, block_tables, starts, lengths, max_seq_len, scale, window, softcap, sinks,
+        (key_scale, value_scale),
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -122,6 +177,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token, the last, of each sequence; see `kvpager.ops.paged_attention`.
 
@@ -129,18 +186,9 @@ def paged_attention(
     """
     starts = list(range(len(query) + 1))
     return _attend_all(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        starts,
-        seq_lens.tolist(),
-        max_seq_len,
-        scale,
-        window,
-        softcap,
-        sinks,
-    )
+        query, key_cache, value_cache, block_tables, starts, seq_lens.tolist(), max_seq_len, scale, window, softcap,
+        sinks, (key_scale, value_scale),
+    )  # fmt: skip
 
 
 def _attend_all(
@@ -155,12 +203,14 @@ def _attend_all(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     N, _, S, _ = key_cache.shape
     query_lens = [stop - start for start, stop in pairwise(starts)]
     checks.check_sequence_values(
         block_tables, lengths, query_lens, num_blocks=N, block_size=S, max_seq_len=max_seq_len, window=window
     )
+    checks.check_scale_values(*scales)
     out, lse = _empty_result(query)
     for row, (length, query_len) in enumerate(zip(lengths, query_lens, strict=True)):
         if length == 0 or query_len == 0:
@@ -170,8 +220,8 @@ def _attend_all(
         rows = slice(starts[row], starts[row + 1])
         out[rows], lse[rows] = attention(
             query[rows],
-            gather(key_cache, block_tables[row], first, length),
-            gather(value_cache, block_tables[row], first, length),
+            gather(key_cache, block_tables[row], first, length, scales[0]),
+            gather(value_cache, block_tables[row], first, length, scales[1]),
             first_position=first,
             query_position=position,
             scale=scale,
@@ -300,3 +350,12 @@ def copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
     sources, destinations = pairs.unbind(1)
     for cache in caches:
         cache[destinations] = cache[sources]
+
+
+def swap_blocks(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+    """Copy whole blocks from some caches to others; see `kvpager.ops.swap_blocks`."""
+    checks.check_swap_values(pairs.tolist(), src[0].shape[0], dst[0].shape[0])
+    sources, targets = pairs.unbind(1)
+    for source, target in zip(src, dst, strict=True):
+        moved = source[sources.to(source.device)].to(target.device)
+        target[targets.to(target.device)] = moved

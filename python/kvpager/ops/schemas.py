@@ -11,13 +11,19 @@ from torch._ops import OpOverload
 
 NAMESPACE = "kvpager"
 
-_ATTENTION_OPTIONS = "int window=0, float softcap=0.0, Tensor? sinks=None"
+_SCALES = "Tensor? key_scale=None, Tensor? value_scale=None"
+_ATTENTION_OPTIONS = f"int window=0, float softcap=0.0, Tensor? sinks=None, {_SCALES}"
 
 SCHEMAS = {
-    "write_kv": ("(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()"),
+    # The scales are written, unless there is one for the whole cache.
+    "write_kv": (
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
+        "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()"
+    ),
     "paged_attention": (
         "(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-        f"Tensor seq_lens, *, float scale, SymInt max_seq_len, {_ATTENTION_OPTIONS}) -> ()"
+        f"Tensor seq_lens, *, float scale, SymInt max_seq_len, {_ATTENTION_OPTIONS}, "
+        "int fixed_split=0, Tensor? schedule=None, Tensor(c!)? workspace=None) -> ()"
     ),
     "paged_prefill": (
         "(Tensor(a!) out, Tensor(b!)? lse, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
@@ -32,6 +38,11 @@ SCHEMAS = {
         "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, *, float eps) -> ()"
     ),
     "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
+    "swap_blocks": "(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()",
+    "gather_kv": (
+        "(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+        f"Tensor seq_lens, Tensor seq_start_loc, *, {_SCALES}) -> ()"
+    ),
     # Moves the device's error word into `word` [1] int64 and clears it, in stream order.
     "take_errors": "(Tensor(a!) word) -> ()",
 }

@@ -1,0 +1,42 @@
+"""The numbers of a quantised cache: rows of codes, int8 or fp8 e4m3, each with a float32 scale (code · scale = number).
+
+A row is the D elements of one token and head. Its own scale makes its largest magnitude the largest code (127 or 448),
+so nothing is calibrated on data that came before. These functions are the specification of what `write_kv` stores.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows.
+
+    Args:
+        rows: rows [..., D] float32, float16 or bfloat16.
+        dtype: int8 or float8_e4m3fn.
+        scale: scale [1], one for all rows; None gives each row its own.
+
+    Returns:
+        codes [..., D] of `dtype` and scales [...] float32. Rounded half to even; what does not fit under a given scale
+        becomes the largest code. A row of zeros has codes 0 and a positive scale. A row with a NaN or an inf has codes
+        0 and the scale NaN: it reads as NaN, whatever the dtype can hold.
+    """
+    largest = LARGEST_CODE[dtype]
+    rows = rows.float()
+    if scale is None:
+        poisoned = ~torch.isfinite(rows).all(-1)
+        rows = rows.masked_fill(poisoned.unsqueeze(-1), 0.0)
+        top = rows.abs().amax(-1).clamp(min=largest * torch.finfo(torch.float32).tiny)
+        factor, scales = (largest / top).unsqueeze(-1), (top / largest).masked_fill(poisoned, torch.nan)
+    else:
+        factor, scales = 1.0 / scale, scale.expand(rows.shape[:-1])
+    scaled = (rows * factor).clamp(-largest, largest)
+    codes = scaled.nan_to_num(0.0).round() if dtype is torch.int8 else scaled
+    return codes.to(dtype), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    """Numbers [..., D] float32 of codes [..., D] with scales [...] or [1]."""
+    return codes.float() * (scales if scales.dim() <= 1 and codes.dim() > 2 else scales.unsqueeze(-1))
