@@ -496,14 +496,16 @@ impl BlockManager {
 }
 
 /// No batch takes more: a run of `n` tokens opens at most ⌈n / S⌉ blocks and copies at most one, a single token does
-/// one or the other. Needs no look at the sequences.
+/// one or the other. Needs no look at the sequences, and one division: Σ ⌈n / S⌉ ≤ ⌊Σ n / S⌋ + runs.
 #[inline]
 fn demand_bound(config: &Config, num_ids: usize, counts: Option<&[u64]>) -> u64 {
     let Some(counts) = counts else { return num_ids as u64 };
-    counts.iter().fold(0, |sum: u64, &count| {
-        let copies = u64::from(count > 1);
-        sum.saturating_add(config.blocks_for(count)).saturating_add(copies)
-    })
+    let (mut num_tokens, mut num_opened_or_copied) = (0_u64, 0);
+    for &count in counts {
+        num_tokens = num_tokens.saturating_add(count);
+        num_opened_or_copied += u64::from(count > 0) + u64::from(count > 1);
+    }
+    (num_tokens / config.block_size()).saturating_add(num_opened_or_copied)
 }
 
 /// Tokens that a batch appends.

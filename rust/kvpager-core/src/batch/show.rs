@@ -22,9 +22,10 @@ impl Changes<'_> {
     /// A run of entries of one row, from `column` on.
     fn push_run(&mut self, row: usize, column: usize, blocks: impl ExactSizeIterator<Item = i32>) {
         let num_blocks = blocks.len();
-        let room = self.entries.get_mut(self.len..).unwrap_or_default();
-        for ((entry, block), column) in room.iter_mut().zip(blocks).zip(column..) {
-            *entry = [row as i32, column as i32, block];
+        if let Some(room) = self.entries.get_mut(self.len..) {
+            for ((entry, block), column) in room.iter_mut().zip(blocks).zip(column..) {
+                *entry = [row as i32, column as i32, block];
+            }
         }
         self.len += num_blocks;
     }
@@ -116,7 +117,9 @@ impl Batch {
                 let first_new = from.max(num_common);
                 changes.push_run(row, first_new, table[first_new..].iter().map(|&block| block as i32));
             }
-            changes.push_run(row, table.len(), (table.len()..num_shown).map(|_| -1));
+            if num_shown > table.len() {
+                changes.push_run(row, table.len(), (table.len()..num_shown).map(|_| -1));
+            }
             write_row(set.block_tables, max_blocks, row, table, from, shown);
             self.previous[row] = table.len() as u32;
             self.missed_next.push((row as u32, from as u32));
@@ -155,8 +158,8 @@ fn write_row(
             *entry = block as i32;
         }
     }
-    if let Some(gone) = row_entries.get_mut(table.len()..*num_shown as usize) {
-        gone.fill(-1);
+    if *num_shown as usize > table.len() {
+        row_entries[table.len()..*num_shown as usize].fill(-1);
     }
     *num_shown = table.len() as u32;
 }
