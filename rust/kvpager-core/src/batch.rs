@@ -471,6 +471,9 @@ impl BlockManager {
         token_ids: Option<&[TokenId]>,
     ) -> Result<()> {
         let at = self.batches.find(batch)?;
+        if ns.is_none() && token_ids.is_none() && !self.config.prefix_caching() {
+            return Ok(()); // all tokens count as computed
+        }
         let batch = &mut self.batches.all[at];
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
         let mut lengths = std::mem::take(&mut batch.lengths);

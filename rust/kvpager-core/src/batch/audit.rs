@@ -98,3 +98,87 @@ impl Batch {
         }
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    //! Each kind of corruption, planted by hand, is found and named.
+
+    use super::*;
+    use crate::Config;
+    use crate::batch::{BatchId, BatchMemory, BatchShape};
+
+    /// Batch 0 shows sequences 7 and 8, one block each, and has stepped twice.
+    fn sound() -> BlockManager {
+        let mut manager = BlockManager::new(Config::new(8, 4).unwrap()).unwrap();
+        let shape = BatchShape { max_rows: 3, max_blocks: 2, max_tokens: 3, max_changes: 3 };
+        let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
+        let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).unwrap();
+        for id in [7, 8] {
+            manager.create_sequence(id).unwrap();
+            manager.add_to_batch(batch, id).unwrap();
+        }
+        for _ in 0..2 {
+            manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), None, None).unwrap();
+        }
+        assert_eq!(manager.check_invariants(), [""; 0]);
+        manager
+    }
+
+    fn assert_named(manager: &BlockManager, wanted: &str) {
+        let faults = manager.check_invariants();
+        assert!(faults.iter().any(|fault| fault.contains(wanted)), "wanted {wanted:?} among {faults:#?}");
+    }
+
+    #[test]
+    fn a_row_without_its_place() {
+        let mut manager = sound();
+        manager.batches.places[0] = None;
+        assert_named(&manager, "batch 0: row 0 shows sequence 7, which has another place");
+    }
+
+    #[test]
+    fn a_place_without_its_row() {
+        let mut manager = sound();
+        manager.batches.all[0].rows.pop();
+        manager.batches.all[0].is_new.pop();
+        assert_named(&manager, "sequence 8: it has row 1 of batch 0, which does not show it");
+        let mut manager = sound();
+        manager.batches.places[1] = Some(Place { batch: BatchId(5), row: 1 });
+        assert_named(&manager, "sequence 8: it has row 1 of batch 5, which does not show it");
+    }
+
+    #[test]
+    fn a_row_that_shows_nothing() {
+        let mut manager = sound();
+        manager.batches.all[0].rows[1] = 9;
+        assert_named(&manager, "batch 0: row 1 shows no sequence");
+    }
+
+    #[test]
+    fn a_change_without_its_mark() {
+        let mut manager = sound();
+        manager.append_tokens(7, 3, &mut Vec::new()).unwrap();
+        assert_eq!(manager.check_invariants(), [""; 0]);
+        manager.sequences.rows[0].table.take_mark();
+        assert_named(
+            &manager,
+            "batch 0: row 0 showed 1 blocks of sequence 7, which has 2 and no mark that says so",
+        );
+    }
+
+    #[test]
+    fn sets_that_show_something_else() {
+        let mut manager = sound();
+        let batch = &mut manager.batches.all[0];
+        batch.shown[batch.turn].num_blocks[1] = 0;
+        assert_named(
+            &manager,
+            "batch 0: row 1 of its next set shows 0 blocks and does not know what it missed",
+        );
+        let mut manager = sound();
+        let batch = &mut manager.batches.all[0];
+        batch.shown[1 - batch.turn].num_blocks[1] = 2;
+        assert_named(&manager, "batch 0: row 1 of its last set shows 2 blocks, the last step showed 1");
+    }
+}
