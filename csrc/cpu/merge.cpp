@@ -19,7 +19,7 @@ void merge_plainly(const MergeParams<double>& p, int64_t begin, int64_t end) {
       const double *a = p.out_a.at(token, head), *b = p.out_b.at(token, head);
       double* out = p.out.at(token, head);
       for (int64_t d = 0; d < p.head_dim; ++d)  // an empty part is not read: it may hold NaN
-        out[d] = (weights.a > 0 ? weights.a * a[d] : 0.0) + (weights.b > 0 ? weights.b * b[d] : 0.0);
+        out[d] = (weights.a != 0 ? weights.a * a[d] : 0.0) + (weights.b != 0 ? weights.b * b[d] : 0.0);
       if (p.lse.data) p.lse.at(token, head) = weights.lse;
     }
 }
