@@ -338,7 +338,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     lse = torch.logaddexp(lse_a, lse_b)
     merged = out_a.new_zeros(out_a.shape, dtype=dtype)
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
-        present = (part > -torch.inf).unsqueeze(2)
+        present = (part != -torch.inf).unsqueeze(2)  # NaN is no empty part: it must show
         weight = torch.exp(part - lse).unsqueeze(2)
         merged += torch.where(present, out.to(dtype) * weight, 0.0)
     return merged, lse
