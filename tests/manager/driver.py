@@ -173,7 +173,6 @@ WEIGHTS = {
     "block_info": 1,
 }
 NAMES_OF, WEIGHTS_OF = list(WEIGHTS), list(WEIGHTS.values())
-MAX_SEQUENCES = 4
 
 
 class Draw:
@@ -217,7 +216,7 @@ class Draw:
         return self.rng.choice(self.alive) if self.alive and self.sometimes(0.95) else self.rng.randrange(5)
 
     def a_new_id(self):
-        free = [i for i in range(MAX_SEQUENCES) if i not in self.alive]
+        free = [i for i in range(max(4, self.reference.num_blocks // 6)) if i not in self.alive]
         return self.rng.choice(free) if free and self.sometimes(0.97) else self.rng.randrange(5)
 
     def a_count(self):
@@ -232,7 +231,12 @@ class Draw:
     def a_prompt(self):
         size = self.reference.block_size
         most = min(self.reference.num_blocks * size, self.reference._max_length or 99) + self.sometimes(0.05)
-        length = min(most, self.rng.randint(self.sometimes(0.95), self.rng.choice((1, 2, 3, 4)) * size + 1))
+        length = min(
+            most,
+            self.rng.randint(
+                self.sometimes(0.95), self.rng.choice((1, 2, 3, 4, self.reference.num_blocks // 5)) * size + 1
+            ),
+        )
         value = self.rng.choice((0, 0, 0, 0, 1))
         prompt = [value] * length
         if length and self.sometimes(0.25):

@@ -164,9 +164,12 @@ BAD_CALLS = {
     "an item before the prompt": (ArgumentError, lambda m: m.match_prefix([1], items=[(-1, 1, "x")])),
     "an item past the prompt": (ArgumentError, lambda m: m.pin_prefix([1, 2], items=[(0, 3, "x")])),
     "a huge item": (ArgumentError, lambda m: m.can_admit(9, [1], items=[(0, 2**70, "x")])),
+    "resumed by a number": (TypeError, lambda m: m.admit(9, [1], resumed=1, out=slots())),
     "items that overlap": (ArgumentError, lambda m: m.match_prefix([1, 2, 3], items=[(0, 2, "x"), (1, 3, "x")])),
     "items out of order": (ArgumentError, lambda m: m.match_prefix([1, 2, 3], items=[(2, 3, "x"), (0, 1, "x")])),
     "an item without a key": (TypeError, lambda m: m.match_prefix([1], items=[(0, 1, 2)])),
+    "an item of two": (TypeError, lambda m: m.match_prefix([1], items=[(0, 1)])),
+    "an item that is a word": (TypeError, lambda m: m.match_prefix([1], items=["abc"])),
     "a number as items": (TypeError, lambda m: m.match_prefix([1], items=5)),
     "out too small": (ArgumentError, lambda m: m.admit(9, [1, 2, 3], out=slots(2))),
     "out of int32": (ArgumentError, lambda m: m.admit(9, [1, 2, 3], out=array("i", [0] * 9))),
@@ -290,6 +293,13 @@ def test_one_token_id_in_a_buffer_is_an_id_and_no_count(make_caching, kind):
     manager.create_sequence(1)
     assert manager.append_tokens(1, KINDS[kind]([3])) == [0]
     assert manager.append_tokens(1, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [2, np.int64(2), torch.tensor(2)], ids=repr)
+def test_what_has_no_dimension_is_a_count(make_caching, count):
+    manager = make_caching(4, 4)
+    manager.create_sequence(1)
+    assert manager.append_tokens(1, count) == [0, 1]
 
 
 def test_admit_gives_a_tensor_or_fills_what_it_is_given(make_caching):

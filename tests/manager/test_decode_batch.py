@@ -6,12 +6,15 @@ changes. What was exported is compared again after the next step was prepared.
 
 import gc
 import random
+import threading
 from array import array
 
 import numpy as np
 import pytest
 from driver import answer, is_error, visible
 
+from kvpager.block_manager import KVBlockManager
+from kvpager.decode_batch import DecodeBatch
 from kvpager.errors import (
     ArgumentError,
     KVPagerError,
@@ -408,6 +411,60 @@ def test_b130_a_late_reader_sees_what_a_prompt_one_saw(batch_kit):
         late = buffers, [getattr(buffers, name).tolist() for name in BUFFERS[:4]]
     assert manager.check_invariants() == []
     assert manager.stats.num_hit_tokens > 500
+
+
+def test_b126_others_work_by_id_while_a_thread_steps(observe):
+    """Rust alone, as the reference is for one thread at a time. What a step exported stays consistent in itself."""
+    manager = KVBlockManager(200, 4, enable_prefix_caching=True)
+    batch = DecodeBatch.with_capacity(manager, 8, 50, max_tokens=16)
+    for sequence_id in range(8):
+        manager.admit(sequence_id, [0] * 6, out=array("q", [0] * 6))
+        manager.commit(sequence_id, 6)
+        batch.add(sequence_id)
+    failures, finished = [], threading.Event()
+
+    def disturb(thread):
+        rng = random.Random(thread)
+        try:
+            while not finished.is_set():
+                sequence_id = rng.randrange(8)
+                try:
+                    choice = rng.random()
+                    if choice < 0.4:
+                        manager.truncate_sequence(sequence_id, rng.randint(0, 6))
+                    elif choice < 0.6:
+                        manager.commit(sequence_id, manager.sequence_length(sequence_id))
+                    elif choice < 0.8:
+                        manager.fork_sequence(sequence_id, 100 + thread)
+                        manager.release_sequence(100 + thread)
+                    else:
+                        manager.release_sequence(sequence_id)  # refused: it is a row
+                except (ArgumentError, StateError):  # it moved on in between
+                    manager.take_copies()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=disturb, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(100):
+            step = batch.step([2] * 8)
+            buffers = batch.buffers[step.buffer_set]
+            tables, slots = buffers.block_tables.numpy(), buffers.slot_mapping.numpy()
+            for row, length in enumerate(buffers.seq_lens.tolist()):
+                wanted = [int(tables[row, p // 4]) * 4 + p % 4 for p in (length - 2, length - 1)]
+                assert slots[2 * row : 2 * row + 2].tolist() == wanted
+            manager.take_copies()
+            for sequence_id in range(8):
+                if manager.sequence_length(sequence_id) > 90:
+                    manager.truncate_sequence(sequence_id, 0)
+    finally:
+        finished.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    observe(manager)
 
 
 BAD_BUFFERS = {

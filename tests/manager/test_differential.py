@@ -71,6 +71,16 @@ def test_random_operations(num_blocks, block_size):
             pair.run(random_operation(rng, pair.reference, pair.shadow))
 
 
+@pytest.mark.parametrize("num_blocks", [30, 100])
+def test_random_operations_in_larger_worlds(num_blocks):
+    """Longer chains and many nodes, so that the index moves its entries about; more of them found than evicted."""
+    for seed in range(4):
+        rng = random.Random(f"{num_blocks} {seed}")
+        pair = Pair(random_world(rng, num_blocks, rng.choice((1, 2, 3))), equal_hashes=seed == 3)
+        for _ in range(OPERATIONS):
+            pair.run(random_operation(rng, pair.reference, pair.shadow))
+
+
 def test_the_corners_are_met():
     """What the random operations are there for does happen, in a sample of them."""
     met = Counter()
