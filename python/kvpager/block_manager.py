@@ -160,25 +160,26 @@ class KVBlockManager(_core.KVBlockManager):
         Cost: O(P + T).
         """
         ids = lend("token_ids", token_ids)
-        options: dict[str, Any] = {
-            "num_new_tokens": num_new_tokens,
-            "salt": salt,
-            "adapter": adapter,
-            "items": items,
-            "resumed": resumed,
-        }
-        if out is not None:
-            return Admission(self.admit_into(sequence_id, ids, lend("out", out), **options)[0], out)
-        import torch
+        if out is None:
+            import torch
 
-        room = num_values(ids)
-        if isinstance(num_new_tokens, int):
-            room = max(0, min(room, num_new_tokens))
-        if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
-            room = 0
-        slots = torch.empty(room, dtype=torch.int64)
-        num_computed, num_slots = self.admit_into(sequence_id, ids, lend("out", slots), **options)
-        return Admission(num_computed, slots[:num_slots])
+            room = num_values(ids)
+            if isinstance(num_new_tokens, int):
+                room = max(0, min(room, num_new_tokens))
+            if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
+                room = 0
+            slots = torch.empty(room, dtype=torch.int64)
+        num_computed, num_slots = self.admit_into(
+            sequence_id,
+            ids,
+            lend("out", slots if out is None else out),
+            num_new_tokens=num_new_tokens,
+            salt=salt,
+            adapter=adapter,
+            items=items,
+            resumed=resumed,
+        )
+        return Admission(num_computed, slots[:num_slots] if out is None else out)
 
     @overload
     def slot_mapping_for_append(
@@ -239,7 +240,8 @@ class KVBlockManager(_core.KVBlockManager):
         counts = None if counts is None else lend("counts", counts)
         told = None if token_ids is None else lend("token_ids", token_ids)
         if out is not None:
-            refuse_device(device)
+            if device is not None:
+                refuse_device(device)
             self.slot_mapping_into(ids, counts, lend("out", out), told)
             return out
         num_tokens = num_values(ids) if counts is None else sum_values(counts)

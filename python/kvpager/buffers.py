@@ -8,6 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvpager.errors import ArgumentError
@@ -29,15 +30,29 @@ def lend(argument: str, value: Any) -> Any:
 
     Rust could ask a tensor for its view itself, but only after it failed to find a buffer, which costs a microsecond.
     """
+    convert = _conversion_of(value.__class__)
+    return value if convert is None else convert(argument, value)
+
+
+@cache  # by class, for `isinstance` with an abstract class costs as much as the call that follows
+def _conversion_of(kind: type) -> Callable[[str, Any], Any] | None:
     torch = sys.modules.get("torch")  # who passes a tensor has imported torch
     tensor_class: Any = getattr(torch, "Tensor", ())
-    if not isinstance(value, tensor_class):
-        return list(value) if isinstance(value, Iterator) else value
+    if issubclass(kind, tensor_class):
+        return _view_of_tensor
+    return _list_of_iterator if issubclass(kind, Iterator) else None
+
+
+def _view_of_tensor(argument: str, tensor: Any) -> Any:
     try:
-        return value.numpy()
+        return tensor.numpy()
     except (TypeError, RuntimeError):
-        came = f"a {value.dtype} tensor on {value.device}" + (" that requires grad" if value.requires_grad else "")
+        came = f"a {tensor.dtype} tensor on {tensor.device}" + (" that requires grad" if tensor.requires_grad else "")
         raise ArgumentError(argument, "a tensor on the CPU that numpy can view", came) from None
+
+
+def _list_of_iterator(_: str, iterator: Any) -> Any:
+    return list(iterator)
 
 
 def fill_new(shape: tuple[int, ...], dtype: str, device: "Device | None", fill: Callable[[Any], None]) -> object:
