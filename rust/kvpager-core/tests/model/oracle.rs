@@ -1,0 +1,654 @@
+//! The contract, naively: written from its words, not from the crate. Maps, vectors and loops over everything; the index
+//! is a map from whole prefixes (namespace, then tokens and items of every block) to blocks, so that it can't be wrong
+//! about identity. It appends by trial on a copy of itself, so it has no arithmetic of demand.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use kvpager_core::{BlockId, Config, Error, EvictionPolicy, SequenceId, Slot, TokenId};
+
+/// Salt and adapter.
+pub(crate) type Namespace = (Option<&'static str>, Option<&'static str>);
+/// Start, stop and key of a media item.
+pub(crate) type Span = (u64, u64, &'static str);
+/// Of one block: token ids, and its items relative to it.
+type Content = (Vec<TokenId>, Vec<(i64, i64, &'static str)>);
+/// All of a block and of what stands before it.
+type Prefix = (Namespace, Vec<Content>);
+
+/// A block id that no pool has: what a trial takes beyond the pool.
+const BEYOND: BlockId = 1_000;
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tokens {
+    pub(crate) ids: Vec<TokenId>,
+    pub(crate) namespace: Namespace,
+    pub(crate) items: Vec<Span>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct ModelSequence {
+    pub(crate) length: u64,
+    pub(crate) computed: u64,
+    pub(crate) table: Vec<BlockId>,
+    /// By position; kept past the length while a prompt is not all there.
+    ids: Vec<Option<TokenId>>,
+    namespace: Namespace,
+    items: Vec<Span>,
+    num_indexed: usize,
+    is_stale: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Model {
+    pub(crate) config: Config,
+    pub(crate) sequences: HashMap<SequenceId, ModelSequence>,
+    pub(crate) held: Vec<BlockId>,
+    pub(crate) pins: BTreeMap<u64, Vec<BlockId>>,
+    next_pin: u64,
+    /// In the order of hand-out.
+    pub(crate) free: Vec<BlockId>,
+    index: HashMap<Prefix, BlockId>,
+    /// Cached blocks, the next victim first: on probation (with LRU: all), then protected.
+    probation: Vec<BlockId>,
+    protected: Vec<BlockId>,
+    marked: BTreeSet<BlockId>,
+    /// Without holders but still touched: block and epoch, in the order in which they lost the last holder.
+    pub(crate) fenced: Vec<(BlockId, u64)>,
+    pub(crate) epoch: u64,
+    num_retired: u64,
+    /// (source, destination), oldest first.
+    pub(crate) owed: Vec<(BlockId, BlockId)>,
+    pub(crate) num_copies: u64,
+    pub(crate) peak_live: u64,
+    /// Hit, queried, resumed.
+    pub(crate) counted: [u64; 3],
+    pub(crate) num_evictions: u64,
+}
+
+impl Model {
+    pub(crate) fn new(config: Config) -> Self {
+        Self {
+            config,
+            sequences: HashMap::new(),
+            held: Vec::new(),
+            pins: BTreeMap::new(),
+            next_pin: 0,
+            free: (0..config.num_blocks()).collect(),
+            index: HashMap::new(),
+            probation: Vec::new(),
+            protected: Vec::new(),
+            marked: BTreeSet::new(),
+            fenced: Vec::new(),
+            epoch: 0,
+            num_retired: 0,
+            owed: Vec::new(),
+            num_copies: 0,
+            peak_live: 0,
+            counted: [0; 3],
+            num_evictions: 0,
+        }
+    }
+
+    // ---- what there is ---------------------------------------------------------------------------------------------
+
+    pub(crate) fn size(&self) -> u64 {
+        self.config.block_size()
+    }
+
+    pub(crate) fn ref_count(&self, block: BlockId) -> usize {
+        let entries = self.sequences.values().flat_map(|sequence| &sequence.table);
+        let holds = self.held.iter().chain(self.pins.values().flatten());
+        entries.chain(holds).filter(|&&entry| entry == block).count()
+    }
+
+    pub(crate) fn live(&self) -> u64 {
+        let blocks = (0..self.config.num_blocks()).chain(BEYOND..2 * BEYOND);
+        blocks.filter(|&block| self.ref_count(block) > 0).count() as u64
+    }
+
+    pub(crate) fn cached(&self) -> Vec<BlockId> {
+        self.probation.iter().chain(&self.protected).copied().collect()
+    }
+
+    pub(crate) fn is_indexed(&self, block: BlockId) -> bool {
+        self.index.values().any(|&indexed| indexed == block)
+    }
+
+    pub(crate) fn num_indexed(&self) -> usize {
+        self.index.len()
+    }
+
+    pub(crate) fn num_pinned(&self) -> usize {
+        self.pins.values().flatten().collect::<BTreeSet<_>>().len()
+    }
+
+    fn parents(&self) -> BTreeSet<BlockId> {
+        let longer = |(namespace, blocks): &Prefix| (*namespace, blocks[..blocks.len() - 1].to_vec());
+        self.index.keys().filter_map(|prefix| self.index.get(&longer(prefix))).copied().collect()
+    }
+
+    pub(crate) fn sequence(&self, id: SequenceId) -> Result<&ModelSequence, Error> {
+        self.sequences.get(&id).ok_or(Error::UnknownSequence { sequence_id: id })
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> &mut ModelSequence {
+        self.sequences.get_mut(&id).expect("it exists")
+    }
+
+    pub(crate) fn computed(&self, id: SequenceId) -> u64 {
+        let sequence = &self.sequences[&id];
+        if self.config.prefix_caching() { sequence.computed } else { sequence.length }
+    }
+
+    /// Positions that hold a token, all if it is indexed.
+    pub(crate) fn num_filled(&self, block: BlockId) -> u64 {
+        if self.is_indexed(block) {
+            return self.size();
+        }
+        let in_row = |sequence: &ModelSequence| {
+            let logical = sequence.table.iter().position(|&entry| entry == block)? as u64;
+            Some((sequence.length - logical * self.size()).min(self.size()))
+        };
+        self.sequences.values().filter_map(in_row).max().unwrap_or(0)
+    }
+
+    // ---- states ----------------------------------------------------------------------------------------------------
+
+    /// The holders of `blocks` are gone, in this order. Whatever nobody holds is fenced, and leaves the fence as soon as
+    /// nothing touches it, whoever lost its last holder first.
+    pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            if self.ref_count(block) == 0 {
+                self.owed.retain(|&(_, destination)| destination != block);
+                self.fenced.push((block, self.epoch));
+            }
+        }
+        let stays = |model: &Self, &(block, epoch): &(BlockId, u64)| {
+            let is_source = model.owed.iter().any(|&(source, _)| source == block);
+            is_source || (model.config.fences() && epoch >= model.num_retired)
+        };
+        let (stay, leave): (Vec<_>, Vec<_>) = self.fenced.iter().partition(|&fenced| stays(self, fenced));
+        self.fenced = stay;
+        for (block, _) in leave {
+            if self.is_indexed(block) { self.cache(block) } else { self.free.insert(0, block) }
+        }
+    }
+
+    fn cache(&mut self, block: BlockId) {
+        if !self.marked.contains(&block) {
+            self.probation.push(block);
+            return;
+        }
+        self.protected.push(block);
+        if self.protected.len() as u64 > u64::from(self.config.num_blocks()) * 2 / 3 {
+            let demoted = self.protected.remove(0);
+            self.marked.remove(&demoted);
+            self.probation.push(demoted);
+        }
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        self.index.retain(|_, indexed| *indexed != block);
+        self.marked.remove(&block);
+    }
+
+    /// A holder comes to an indexed block. To be called before it is entered where holders are counted.
+    fn attach(&mut self, block: BlockId) {
+        if self.ref_count(block) == 0 {
+            self.peak_live = self.peak_live.max(self.live() + 1);
+        }
+        self.probation.retain(|&other| other != block);
+        self.protected.retain(|&other| other != block);
+        self.fenced.retain(|&(other, _)| other != block);
+    }
+
+    fn take_block(&mut self) -> BlockId {
+        self.peak_live = self.peak_live.max(self.live() + 1);
+        if self.free.first().is_some_and(|&block| block < BEYOND) {
+            return self.free.remove(0);
+        }
+        let order = self.cached();
+        let Some(&victim) = order.first() else { return self.free.remove(0) };
+        assert!(!self.parents().contains(&victim), "a parent before its child");
+        self.probation.retain(|&block| block != victim);
+        self.protected.retain(|&block| block != victim);
+        self.forget(victim);
+        self.num_evictions += 1;
+        victim
+    }
+
+    pub(crate) fn num_available(&self) -> u64 {
+        (self.free.len() + self.cached().len()) as u64
+    }
+
+    fn out_of_blocks(&self, needed: u64, row: Option<usize>) -> Error {
+        let (free, fenced) = (self.num_available(), self.fenced.len() as u64);
+        let total = u64::from(self.config.num_blocks());
+        Error::OutOfBlocks { needed, free, fenced, total, row, watermark: 0 }
+    }
+
+    // ---- appends ---------------------------------------------------------------------------------------------------
+
+    /// One token. `parents` had children in the index when the call began.
+    fn append_one(&mut self, id: SequenceId, parents: &BTreeSet<BlockId>, token_id: Option<TokenId>) -> Slot {
+        let ModelSequence { length, table, .. } = self.sequences[&id].clone();
+        let offset = length % self.size();
+        match table.last() {
+            Some(&tail) if offset > 0 => {
+                if self.ref_count(tail) > 1 || parents.contains(&tail) {
+                    let copy = self.take_block();
+                    *self.sequence_mut(id).table.last_mut().expect("it has a tail") = copy;
+                    self.owed.push((tail, copy));
+                    self.num_copies += 1;
+                    self.settle(&[tail]);
+                } else {
+                    self.forget(tail);
+                }
+            }
+            _ => {
+                let block = self.take_block();
+                self.sequence_mut(id).table.push(block);
+            }
+        }
+        let size = self.size();
+        let sequence = self.sequence_mut(id);
+        if let Some(token_id) = token_id {
+            let num_ids = sequence.ids.len().max(length as usize + 1);
+            sequence.ids.resize(num_ids, None);
+            sequence.ids[length as usize] = Some(token_id);
+        }
+        sequence.length += 1;
+        (u64::from(sequence.table[sequence.table.len() - 1]) * size + offset) as Slot
+    }
+
+    /// By trial: play the rows on a copy whose free list goes on past the pool, and see what it took.
+    pub(crate) fn append(
+        &mut self,
+        rows: &[(SequenceId, u64)],
+        token_ids: Option<&[TokenId]>,
+        batched: bool,
+    ) -> Result<Vec<Slot>, Error> {
+        for &(id, _) in rows {
+            self.sequence(id)?;
+        }
+        let mut lengths: HashMap<SequenceId, u64> = HashMap::new();
+        let mut next_id = token_ids.unwrap_or_default().iter();
+        let mut too_long = false;
+        for &(id, count) in rows {
+            let sequence = &self.sequences[&id];
+            let length = lengths.entry(id).or_insert(sequence.length);
+            for token_id in next_id.by_ref().take(count as usize) {
+                let kept = sequence.ids.get(*length as usize).copied().flatten();
+                if kept.is_some_and(|kept| kept != *token_id) {
+                    return Err(bad_argument("token_ids"));
+                }
+                *length += 1;
+            }
+            if token_ids.is_none() {
+                *length += count;
+            }
+            too_long |= count > 0 && *length > self.config.max_sequence_length();
+        }
+        if too_long {
+            return Err(too_long_error());
+        }
+
+        let num_tokens: u64 = rows.iter().map(|&(_, count)| count).sum();
+        let (mut trial, mut parents) = (self.clone(), self.parents());
+        parents.retain(|&block| self.ref_count(block) > 0); // the others may be evicted and come back as new blocks
+        trial.free.extend(BEYOND..=BEYOND + num_tokens as BlockId);
+        let (at_hand, available) = (trial.num_available(), self.num_available());
+        let (mut lacking, mut slots) = (None, Vec::new());
+        let mut next_id = token_ids.unwrap_or_default().iter();
+        for (row, &(id, count)) in rows.iter().enumerate() {
+            for _ in 0..count {
+                slots.push(trial.append_one(id, &parents, next_id.next().copied()));
+            }
+            if at_hand - trial.num_available() > available {
+                lacking = lacking.or(Some(row));
+            }
+        }
+        if lacking.is_some() {
+            let needed = at_hand - trial.num_available();
+            return Err(self.out_of_blocks(needed, lacking.filter(|_| batched)));
+        }
+        trial.free.retain(|&block| block < BEYOND);
+        *self = trial;
+        Ok(slots)
+    }
+
+    // ---- prefixes --------------------------------------------------------------------------------------------------
+
+    /// The first blocks of these ids as the index names them, as far as they are full and known.
+    fn prefix(
+        &self,
+        namespace: Namespace,
+        ids: &[Option<TokenId>],
+        items: &[Span],
+        num_blocks: usize,
+    ) -> Option<Prefix> {
+        let size = self.size() as usize;
+        let content = |block: usize| {
+            let (start, stop) = ((block * size) as u64, ((block + 1) * size) as u64);
+            let known: Option<Vec<TokenId>> =
+                ids.get(block * size..(block + 1) * size)?.iter().copied().collect();
+            let overlapping = items.iter().filter(|item| item.0 < stop && item.1 > start);
+            let relative = |item: &Span| (item.0 as i64 - start as i64, item.1 as i64 - start as i64, item.2);
+            Some((known?, overlapping.map(relative).collect()))
+        };
+        Some((namespace, (0..num_blocks).map(content).collect::<Option<_>>()?))
+    }
+
+    /// The cached blocks of a prompt within its first `limit` tokens.
+    fn find(&self, prompt: &Tokens, limit: u64) -> Vec<BlockId> {
+        let ids: Vec<_> = prompt.ids.iter().copied().map(Some).collect();
+        let found = |num_blocks: u64| {
+            let prefix = self.prefix(prompt.namespace, &ids, &prompt.items, num_blocks as usize);
+            self.index.get(&prefix?).copied()
+        };
+        (1..=limit / self.size()).map_while(found).collect()
+    }
+
+    pub(crate) fn match_prefix(&self, prompt: &Tokens) -> u64 {
+        self.find(prompt, (prompt.ids.len() as u64).saturating_sub(1)).len() as u64 * self.size()
+    }
+
+    /// (computed tokens, slots) of an admission.
+    pub(crate) fn plan(
+        &self,
+        id: SequenceId,
+        prompt: &Tokens,
+        most: Option<u64>,
+    ) -> Result<(u64, u64), Error> {
+        if self.sequences.contains_key(&id) {
+            return Err(Error::DuplicateSequence { sequence_id: id });
+        }
+        let num_tokens = prompt.ids.len() as u64;
+        let total = u64::from(self.config.num_blocks());
+        if num_tokens > self.config.max_sequence_length() || num_tokens.div_ceil(self.size()) > total {
+            return Err(too_long_error());
+        }
+        let computed = self.match_prefix(prompt);
+        let num_slots = (num_tokens - computed).min(most.unwrap_or(u64::MAX));
+        let hits = self.find(prompt, num_tokens.saturating_sub(1));
+        let watermark = if self.live() == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
+        let needed = (computed + num_slots).div_ceil(self.size()) - hits.len() as u64 + watermark;
+        let free =
+            self.num_available() - hits.iter().filter(|hit| self.cached().contains(hit)).count() as u64;
+        if needed > free {
+            let fenced = self.fenced.len() as u64;
+            return Err(Error::OutOfBlocks { needed, free, fenced, total, row: None, watermark });
+        }
+        Ok((computed, num_slots))
+    }
+
+    pub(crate) fn admit(
+        &mut self,
+        id: SequenceId,
+        prompt: &Tokens,
+        most: Option<u64>,
+        resumed: bool,
+    ) -> Result<(u64, Vec<Slot>), Error> {
+        let (computed, num_slots) = self.plan(id, prompt, most)?;
+        let hits = self.find(prompt, (prompt.ids.len() as u64).saturating_sub(1));
+        self.sequences.insert(
+            id,
+            ModelSequence {
+                length: computed,
+                computed,
+                ids: prompt.ids.iter().copied().map(Some).collect(),
+                namespace: prompt.namespace,
+                items: prompt.items.clone(),
+                num_indexed: hits.len(),
+                ..ModelSequence::default()
+            },
+        );
+        for &hit in &hits {
+            self.attach(hit);
+            self.sequence_mut(id).table.push(hit);
+            if !resumed && self.config.eviction_policy() == EvictionPolicy::Slru {
+                self.marked.insert(hit);
+            }
+        }
+        let slots = (0..num_slots).map(|_| self.append_one(id, &BTreeSet::new(), None)).collect();
+        if self.config.prefix_caching() {
+            if resumed {
+                self.counted[2] += computed;
+            } else {
+                self.counted[0] += computed;
+                self.counted[1] += prompt.ids.len() as u64;
+            }
+        }
+        Ok((computed, slots))
+    }
+
+    /// All rows or none; by trial on a copy.
+    pub(crate) fn commit(
+        &mut self,
+        rows: &[(SequenceId, u64)],
+        token_ids: Option<&[TokenId]>,
+        argument: &'static str,
+    ) -> Result<(), Error> {
+        for &(id, _) in rows {
+            self.sequence(id)?;
+        }
+        let mut trial = self.clone();
+        let mut unknown = Vec::new();
+        for &(id, n) in rows {
+            if n < trial.computed(id) || n > trial.sequences[&id].length {
+                return Err(bad_argument(argument));
+            }
+            let sequence = trial.sequence_mut(id);
+            sequence.computed = n;
+            let num_ids = sequence.ids.len().max(n as usize);
+            sequence.ids.resize(num_ids, None);
+            for at in (0..n as usize).filter(|&at| sequence.ids[at].is_none()) {
+                if !unknown.contains(&(id, at)) {
+                    unknown.push((id, at));
+                }
+            }
+        }
+        if token_ids.is_some_and(|token_ids| token_ids.len() != unknown.len()) {
+            return Err(bad_argument("token_ids"));
+        }
+        for &(id, n) in rows {
+            let sequence = &self.sequences[&id];
+            let waits = |column: usize| {
+                let block = sequence.table[column];
+                self.owed.iter().any(|&(_, destination)| destination == block)
+            };
+            let (first, behind) = (self.computed(id), n);
+            let mut reached = (first..behind).map(|position| (position / self.size()) as usize);
+            if self.config.prefix_caching() && reached.any(waits) {
+                return Err(Error::State { reason: String::new() });
+            }
+        }
+        let mut next_id = token_ids.unwrap_or_default().iter();
+        for &(id, n) in rows {
+            let sequence = self.sequence_mut(id);
+            let before = std::mem::replace(&mut sequence.computed, n);
+            let num_ids = sequence.ids.len().max(if token_ids.is_some() { n as usize } else { 0 });
+            sequence.ids.resize(num_ids, None);
+            for at in 0..num_ids.min(n as usize) {
+                if sequence.ids[at].is_none() {
+                    sequence.ids[at] = next_id.next().copied();
+                }
+            }
+            if self.config.prefix_caching() {
+                (before / self.size()..n / self.size()).for_each(|logical| self.enter(id, logical as usize));
+            }
+        }
+        Ok(())
+    }
+
+    /// Block `logical` of a sequence has become full and committed.
+    fn enter(&mut self, id: SequenceId, logical: usize) {
+        let sequence = self.sequences[&id].clone();
+        let prefix = self.prefix(sequence.namespace, &sequence.ids, &sequence.items, logical + 1);
+        let Some(prefix) = prefix.filter(|_| sequence.num_indexed == logical && !sequence.is_stale) else {
+            return;
+        };
+        let own = sequence.table[logical];
+        if let Some(&same) = self.index.get(&prefix) {
+            self.attach(same);
+            self.sequence_mut(id).table[logical] = same;
+            self.settle(&[own]);
+        } else {
+            self.index.insert(prefix, own);
+        }
+        self.sequence_mut(id).num_indexed += 1;
+    }
+
+    pub(crate) fn pin(&mut self, prompt: &Tokens) -> Result<u64, Error> {
+        let blocks = self.find(prompt, prompt.ids.len() as u64);
+        let pinned: BTreeSet<BlockId> = self.pins.values().flatten().chain(&blocks).copied().collect();
+        if pinned.len() > self.config.max_pinned_blocks() as usize {
+            return Err(Error::State { reason: String::new() });
+        }
+        self.pins.insert(self.next_pin, Vec::new());
+        for block in blocks {
+            self.attach(block);
+            self.pins.get_mut(&self.next_pin).expect("just made").push(block);
+        }
+        self.next_pin += 1;
+        Ok(self.next_pin - 1)
+    }
+
+    pub(crate) fn unpin(&mut self, pin: u64) -> Result<(), Error> {
+        let mut blocks = self.pins.remove(&pin).ok_or(bad_argument("pin"))?;
+        while let Some(block) = blocks.pop() {
+            // The pin's other blocks are held until their turn comes.
+            self.pins.insert(u64::MAX, blocks.clone());
+            self.settle(&[block]);
+        }
+        self.pins.remove(&u64::MAX);
+        Ok(())
+    }
+
+    pub(crate) fn retire(&mut self, epoch: u64) -> Result<(), Error> {
+        if epoch >= self.epoch {
+            return Err(bad_argument("epoch"));
+        }
+        self.num_retired = self.num_retired.max(epoch + 1);
+        self.settle(&[]);
+        Ok(())
+    }
+
+    pub(crate) fn reset(&mut self) {
+        if !self.config.prefix_caching() {
+            return;
+        }
+        for block in self.cached() {
+            self.free.insert(0, block);
+        }
+        self.index.clear();
+        self.probation.clear();
+        self.protected.clear();
+        self.marked.clear();
+        for sequence in self.sequences.values_mut() {
+            sequence.num_indexed = 0;
+            sequence.is_stale |= sequence.length > 0;
+        }
+    }
+
+    // ---- sequences -------------------------------------------------------------------------------------------------
+
+    pub(crate) fn cut(&mut self, id: SequenceId, n: u64) {
+        let keep = n.div_ceil(self.size()) as usize;
+        let size = self.size();
+        let sequence = self.sequence_mut(id);
+        sequence.length = n;
+        sequence.computed = sequence.computed.min(n);
+        sequence.ids.truncate(n as usize);
+        sequence.num_indexed = sequence.num_indexed.min((n / size) as usize);
+        sequence.is_stale &= n > 0;
+        cut_items(&mut sequence.items, n);
+        let mut surplus = sequence.table.split_off(keep);
+        surplus.reverse();
+        self.settle(&surplus);
+    }
+
+    pub(crate) fn fork(
+        &mut self,
+        parent: SequenceId,
+        child: SequenceId,
+        n: Option<u64>,
+    ) -> Result<(), Error> {
+        let source = self.sequence(parent)?.clone();
+        if self.sequences.contains_key(&child) {
+            return Err(Error::DuplicateSequence { sequence_id: child });
+        }
+        let n = n.unwrap_or(source.length);
+        if n > source.length {
+            return Err(bad_argument("num_tokens"));
+        }
+        let table = source.table[..n.div_ceil(self.size()) as usize].to_vec();
+        let waits = |block: &BlockId| self.owed.iter().any(|(_, destination)| destination == block);
+        let is_written = source.length.min(table.len() as u64 * self.size()) <= self.computed(parent);
+        if table.iter().any(waits) || !is_written {
+            return Err(Error::State { reason: String::new() });
+        }
+        let mut fork =
+            ModelSequence { length: n, computed: n, table, is_stale: source.is_stale && n > 0, ..source };
+        fork.ids.truncate(n as usize);
+        fork.num_indexed = fork.num_indexed.min((n / self.size()) as usize);
+        cut_items(&mut fork.items, n);
+        self.sequences.insert(child, fork);
+        Ok(())
+    }
+
+    pub(crate) fn take_copies(&mut self) -> Vec<(BlockId, BlockId)> {
+        let pairs = std::mem::take(&mut self.owed);
+        for (block, epoch) in &mut self.fenced {
+            if pairs.iter().any(|(source, _)| source == block) {
+                *epoch = self.epoch;
+            }
+        }
+        self.settle(&[]);
+        pairs
+    }
+
+    pub(crate) fn allocate(&mut self) -> Result<BlockId, Error> {
+        if self.num_available() == 0 {
+            return Err(self.out_of_blocks(1, None));
+        }
+        let block = self.take_block();
+        self.held.push(block);
+        Ok(block)
+    }
+
+    pub(crate) fn free(&mut self, block: BlockId) -> Result<(), Error> {
+        if block >= self.config.num_blocks() {
+            return Err(bad_argument("block_id"));
+        }
+        let at = self.held.iter().position(|&held| held == block);
+        self.held.remove(at.ok_or(Error::State { reason: String::new() })?);
+        self.settle(&[block]);
+        Ok(())
+    }
+
+    pub(crate) fn slots(&self, id: SequenceId, start: u64, stop: u64) -> Result<Vec<Slot>, Error> {
+        let sequence = self.sequence(id)?;
+        if start > stop || stop > sequence.length {
+            return Err(Error::Slot { reason: String::new() });
+        }
+        let slot = |position: u64| {
+            let block = sequence.table[(position / self.size()) as usize];
+            (u64::from(block) * self.size() + position % self.size()) as Slot
+        };
+        Ok((start..stop).map(slot).collect())
+    }
+}
+
+fn cut_items(items: &mut Vec<Span>, n: u64) {
+    items.retain(|item| item.0 < n);
+    items.iter_mut().for_each(|item| item.1 = item.1.min(n));
+}
+
+pub(crate) fn bad_argument(argument: &'static str) -> Error {
+    Error::Argument { argument, wanted: String::new(), got: String::new() }
+}
+
+pub(crate) fn too_long_error() -> Error {
+    Error::SequenceTooLong { reason: String::new() }
+}
