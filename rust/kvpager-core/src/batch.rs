@@ -15,18 +15,18 @@
 //!
 //! Costs: a step O(rows + tokens + entries changed), nothing allocated; coming, going and looking O(1).
 //!
-//! Here: the parts of a batch and its coming and going. `show` writes the sets, `audit` recounts.
+//! Here: the parts of a batch, and how it and its rows come and go. `step` appends and commits, `show` writes the sets,
+//! `audit` recounts.
 
 mod audit;
 mod buffers;
 mod show;
+mod step;
 
 pub use buffers::{BatchBuffers, BatchMemory, BatchShape};
 
-use crate::admission::check_token_ids;
-use crate::append::check_num_ids;
 use crate::sequence::SequenceTable;
-use crate::{BlockManager, Error, Result, SequenceId, Slot, TokenId};
+use crate::{BlockManager, Error, Result, SequenceId, Slot};
 
 /// The name of a batch within its manager. Never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -178,27 +178,6 @@ impl Batch {
     fn renew(&mut self, row: usize, sequences: &mut SequenceTable) {
         self.is_new[row] = true;
         sequences.rows[self.rows[row] as usize].table.mark(0);
-    }
-
-    /// Tokens that a step appends.
-    fn count_tokens(&self, counts: Option<&[u64]>) -> Result<u64> {
-        let num_rows = self.rows.len();
-        let num_tokens = match counts {
-            None => num_rows as u64,
-            Some(counts) if counts.len() == num_rows => {
-                counts.iter().fold(0, |sum: u64, &count| sum.saturating_add(count))
-            }
-            Some(counts) => {
-                let got = format!("{} counts", counts.len());
-                return Err(Error::argument("counts", format!("one count for each of {num_rows} rows"), got));
-            }
-        };
-        let room = self.shape.max_tokens;
-        if num_tokens > room as u64 {
-            let wanted = format!("at most {room} tokens, the room in `slot_mapping`");
-            return Err(Error::argument("counts", wanted, format!("{num_tokens} tokens")));
-        }
-        Ok(num_tokens)
     }
 }
 
@@ -378,123 +357,6 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Appends one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, with their ids row after row
-    /// if they are known, and brings the set whose
-    /// turn it is up to date: tables, lengths, starts, slots, and in `changed` the table entries that differ from the
-    /// previous step, rows ascending, then columns; of rows that came or moved, all entries; −1 for what is gone.
-    /// Rows past the last read −1, length 0, slot −1. The other set is only read.
-    /// O(rows + tokens + entries changed), nothing allocated.
-    ///
-    /// # Errors
-    /// No row has advanced and nothing was written: [`Error::Argument`] if `counts` is not one per row, if
-    /// `slot_mapping` has no room for the tokens, if `token_ids` is not one per token or one differs from a prompt's,
-    /// or if the sets are not those of the batch; [`Error::SequenceTooLong`] for the first row whose table would be
-    /// wider than `block_tables`, or that has a length it may not have;
-    /// [`Error::OutOfBlocks`] with the first row that lacks one; [`Error::State`] if there is no such batch.
-    ///
-    /// ```
-    /// # use kvpager_core::{BatchMemory, BatchShape, BlockManager, Config};
-    /// # let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// # let shape = BatchShape { max_rows: 2, max_blocks: 3, max_tokens: 4, max_changes: 4 };
-    /// # let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
-    /// # let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend))?;
-    /// manager.create_sequence(7)?;
-    /// manager.append_tokens(7, 3, &mut Vec::new())?;
-    /// manager.add_to_batch(batch, 7)?;
-    ///
-    /// let step = manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), Some(&[2]), None)?;
-    /// assert_eq!((step.buffer_set, step.num_tokens, step.num_changes), (0, 2, 2));
-    /// assert_eq!(memory[0].block_tables, [0, 1, -1, -1, -1, -1]);
-    /// assert_eq!(memory[0].seq_lens, [5, 0]);
-    /// assert_eq!(memory[0].slot_mapping, [3, 4, -1, -1]);
-    /// assert_eq!(memory[0].changed[..6], [0, 0, 0, 0, 1, 1]); // (row, column, block)
-    ///
-    /// let step = manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), None, None)?;
-    /// assert_eq!((step.buffer_set, step.num_changes), (1, 0));
-    /// assert_eq!(memory[1].block_tables, [0, 1, -1, -1, -1, -1]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn step_batch(
-        &mut self,
-        batch: BatchId,
-        sets: &mut [BatchBuffers<'_>; 2],
-        counts: Option<&[u64]>,
-        token_ids: Option<&[TokenId]>,
-    ) -> Result<BatchStep> {
-        let at = self.batches.find(batch)?;
-        let batch = &self.batches.all[at];
-        batch.shape.check(sets)?;
-        check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
-        let num_tokens = batch.count_tokens(counts)?;
-        if let Some(token_ids) = token_ids {
-            check_num_ids(num_tokens, token_ids)?;
-        }
-        self.check_steps_fit(batch, counts)?;
-
-        let batch = &mut self.batches.all[at];
-        let mut slots = std::mem::take(&mut batch.slots);
-        slots.clear();
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        let appended = self.append_found(counts, token_ids, &mut slots);
-        let batch = &mut self.batches.all[at];
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        batch.slots = slots;
-        appended?;
-        Ok(batch.show(&mut self.sequences, sets, counts))
-    }
-
-    /// Says that the keys and values of each row's first `ns[row]` tokens (all of them, if `None`) are written: as
-    /// [`commit_batch`](Self::commit_batch), by row. O(rows + ids + blocks that became full).
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if `ns` is not one per row; those of [`commit_batch`](Self::commit_batch);
-    /// [`Error::State`] if there is no such batch.
-    ///
-    /// ```
-    /// # use kvpager_core::{BatchMemory, BatchShape, BlockManager, Config};
-    /// # let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// # let shape = BatchShape { max_rows: 2, max_blocks: 3, max_tokens: 4, max_changes: 4 };
-    /// # let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
-    /// # let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend))?;
-    /// manager.create_sequence(7)?;
-    /// manager.add_to_batch(batch, 7)?;
-    /// manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), Some(&[3]), None)?; // two drafts
-    /// manager.commit_rows(batch, Some(&[2]), Some(&[50, 51]))?; // one of them was right
-    /// manager.truncate_sequence(7, 2)?;
-    /// assert_eq!(manager.num_computed_tokens(7)?, 2);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn commit_rows(
-        &mut self,
-        batch: BatchId,
-        ns: Option<&[u64]>,
-        token_ids: Option<&[TokenId]>,
-    ) -> Result<()> {
-        let at = self.batches.find(batch)?;
-        if ns.is_none() && token_ids.is_none() && !self.config.prefix_caching() {
-            return Ok(()); // all tokens count as computed
-        }
-        let batch = &mut self.batches.all[at];
-        check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
-        let mut lengths = std::mem::take(&mut batch.lengths);
-        lengths.clear();
-        match ns {
-            None => lengths.extend(batch.rows.iter().map(|&row| self.sequences.rows[row as usize].length)),
-            Some(ns) if ns.len() == batch.rows.len() => lengths.extend_from_slice(ns),
-            Some(ns) => {
-                batch.lengths = lengths;
-                let wanted = format!("one length for each of {} rows", batch.rows.len());
-                return Err(Error::argument("ns", wanted, format!("{} lengths", ns.len())));
-            }
-        }
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        let committed = self.commit_found(&lengths, token_ids);
-        let batch = &mut self.batches.all[at];
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        batch.lengths = lengths;
-        committed
-    }
-
     /// The sequences of a batch, by row. O(rows).
     ///
     /// # Errors
@@ -532,24 +394,5 @@ impl BlockManager {
     /// ```
     pub fn batch_num_rows(&self, batch: BatchId) -> Result<usize> {
         Ok(self.batches.all[self.batches.find(batch)?].rows.len())
-    }
-
-    /// Finds the first row that would outgrow the buffers.
-    fn check_steps_fit(&self, batch: &Batch, counts: Option<&[u64]>) -> Result<()> {
-        let block_size = self.config.block_size();
-        let longest = batch.longest(block_size);
-        let length = |row: u32| self.sequences.rows[row as usize].length;
-        let at_fault = match counts {
-            None => batch.rows.iter().position(|&row| length(row) >= longest),
-            Some(counts) => {
-                let grown =
-                    batch.rows.iter().zip(counts).map(|(&row, &count)| length(row).saturating_add(count));
-                grown.into_iter().position(|length| length > longest)
-            }
-        };
-        let Some(row) = at_fault else { return Ok(()) };
-        let sequence = &self.sequences.rows[batch.rows[row] as usize];
-        let count = counts.map_or(1, |counts| counts[row]);
-        batch.check_fits(block_size, sequence.id, sequence.length.saturating_add(count))
     }
 }

@@ -1,6 +1,7 @@
 //! The class of a batch that persists from step to step. It lives in its manager, under the manager's lock.
 
 use kvpager_core::{BatchId, BatchShape, TokenId};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::arguments::read_sequence_id;
@@ -87,20 +88,39 @@ impl DecodeBatch {
         Ok(Self { manager, batch, shape, sets })
     }
 
-    /// Make a sequence the last row; which row that is. O(1).
+    /// A batch in an object that refers to the manager, or the other way round, is garbage once both are.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.manager)
+    }
+
+    /// Make a sequence the last row; which row that is. The next step shows it. O(1).
+    ///
+    /// Raises `UnknownSequenceError`; `StateError` if it is a row of a batch already or the batch is full;
+    /// `SequenceTooLongError` if `block_tables` has too few columns for it.
     fn add(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<usize> {
         let id = read_sequence_id(sequence_id)?;
         self.manager.get().call(py, 0, |manager| manager.add_to_batch(self.batch, id))
     }
 
-    /// Take a sequence out; the last row moves into the hole. (row, sequence that has it now or None). O(1).
+    /// Take a sequence out; the last row moves into the hole. (The row it had, the sequence that has it now: None if it
+    /// was the last). O(1).
+    ///
+    /// Raises `UnknownSequenceError`; `StateError` if it is no row of this batch.
     fn remove(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<(usize, Option<u64>)> {
         let id = read_sequence_id(sequence_id)?;
         self.manager.get().call(py, 0, |manager| manager.remove_from_batch(self.batch, id))
     }
 
-    /// Append one token, or `counts[row]`, to every row, with their ids row after row if they are known, and write the
-    /// set whose turn it is. O(rows + tokens + changes).
+    /// Append one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, and write the set whose turn
+    /// it is. O(rows + tokens + changes).
+    ///
+    /// `counts [num_rows]` and `token_ids`, one for each new token, row after row, if they are known: numpy arrays of
+    /// int32 or int64 (fastest), CPU tensors, other buffers, or iterables of ints. All rows or none: a step that raises
+    /// has changed nothing, and the turn stays.
+    ///
+    /// Raises `ArgumentError` for bad counts or ids, or more tokens than `slot_mapping` has room for;
+    /// `SequenceTooLongError` if `block_tables` has too few columns for a row; `OutOfBlocksError` with the first `row`
+    /// that lacks a block.
     #[pyo3(signature = (counts = None, token_ids = None))]
     fn step(
         &self,
@@ -120,8 +140,8 @@ impl DecodeBatch {
         })
     }
 
-    /// Say that the first `ns[row]` tokens of each row, all by default, are written: `commit_batch` by row.
-    /// O(rows + ids + blocks that became full).
+    /// Say that the first `ns[row]` tokens of each row, all by default, are written: `commit_batch` by row, which
+    /// raises the same. O(rows + ids + blocks that became full).
     #[pyo3(signature = (ns = None, token_ids = None))]
     fn commit(
         &self,
@@ -143,7 +163,8 @@ impl DecodeBatch {
         })
     }
 
-    /// Say that what the sets and the device show is unknown: each set is rewritten at its next turn. O(rows).
+    /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full at
+    /// its next turn, and the next step says to upload the table. O(rows).
     fn invalidate(&self, py: Python<'_>) -> PyResult<()> {
         self.manager.get().call(py, 0, |manager| manager.invalidate_batch(self.batch))
     }
