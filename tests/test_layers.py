@@ -26,7 +26,7 @@ BELOW = {
     "loader": {"config"},
     "tokenizer": {"config"},
     "sampling": {"ops"},
-    "runner": {"block_manager", "models"},
+    "runner": {"decode_batch", "models"},
     "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},
     "cli": {"engine"},
     "__main__": {"cli"},

@@ -12,7 +12,7 @@ import kvpager
 from kvpager import reference
 from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("rust", "reference")
 
 
 def numpy_set(rows: int, columns: int, tokens: int) -> dict[str, np.ndarray]:
@@ -34,10 +34,11 @@ class Followed:
     def add_row(self, sequence: Sequence) -> None:
         self.rows.append(sequence.sequence_id)
 
-    def remove_row(self, row: int) -> None:
+    def remove_row(self, sequence: Sequence) -> None:
+        assert self.rows[sequence.row] == sequence.sequence_id
         last = self.rows.pop()
-        if row < len(self.rows):
-            self.rows[row] = last
+        if sequence.row < len(self.rows):
+            self.rows[sequence.row] = last
 
 
 def next_token(token_ids: list[int]) -> int:

@@ -85,7 +85,7 @@ def test_the_two_counters(llm: LLM) -> None:
     num_prompt_tokens = [len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS]
     counters: dict[int, list[tuple[int, int]]] = {index: [] for index in range(4)}
     for event in llm.stream(PROMPTS, max_tokens=3):
-        computed = llm.sequence_state(event.request_id).sequence_length
+        computed = (event.sequence or llm.sequence_state(event.request_id)).sequence_length
         counters[event.index].append((computed, len(counters[event.index]) + 1))
     for index, P in enumerate(num_prompt_tokens):
         assert counters[index] == [(P, 1), (P + 1, 2), (P + 2, 3)]
@@ -108,7 +108,7 @@ def test_stream_tells_each_token_once(llm: LLM) -> None:
 def test_stream_comes_while_it_runs(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], max_tokens=8)
     assert isinstance(next(stream), StreamEvent)
-    assert llm.stats.num_new_tokens == 1
+    assert llm.last_run.num_new_tokens == 1
     assert llm.block_manager.stats.live > 0
     assert len(list(stream)) == 7
 
@@ -117,7 +117,7 @@ def end_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> int
     """Makes the token that comes at this place of PROMPTS[0]'s text an end-of-text token."""
     token = llm.generate(PROMPTS[0], max_tokens=num_tokens)[0].outputs[0].token_ids[-1]
     changed = kvpager.config.ModelConfig(**{**vars(llm.model_config), "eos_token_ids": (99, token)})
-    monkeypatch.setattr(llm._requests, "_model_config", changed)
+    monkeypatch.setattr(llm.engine._factory, "_model_config", changed)
     return token
 
 
@@ -147,24 +147,23 @@ def test_a_cut_character_is_flushed_at_the_end(llm: LLM, monkeypatch: pytest.Mon
 
 
 def test_waiting_requests_enter_as_blocks_free_up() -> None:
-    """8 blocks of 4. Each needs ceil((3 + 8 - 1) / 4) = 3 at worst: two run, first come first served."""
-    llm = LLM(num_blocks=8, block_size=4)
-    running: list[set[int]] = []
+    """6 blocks of 4. Each needs 3 in the end: what five get is what they get with room for all."""
+    llm = LLM(num_blocks=6, block_size=4)
+    prompts = [[5, 6, 7 + n] for n in range(5)]
     order: list[int] = []
     most_live = 0
-    for event in llm.stream([[5, 6, 7]] * 5, max_tokens=8):
+    for event in llm.stream(prompts, max_tokens=8):
         if event.index not in order:
             order.append(event.index)
-        running.append({int(i) for i in llm.block_manager.sequences})
         most_live = max(most_live, llm.block_manager.stats.live)
     assert order == [0, 1, 2, 3, 4]
-    assert max(map(len, running)) == 2
-    assert most_live == 6
-    assert llm.stats.num_prefill_steps == 3
+    assert most_live <= 6
+    assert llm.stats().num_preemptions > 0
     assert_nothing_held(llm)
     everyone = LLM(num_blocks=15, block_size=4)
-    together = everyone.generate([[5, 6, 7]] * 5, max_tokens=8)
-    assert [o.outputs for o in together] == [o.outputs for o in llm.generate([[5, 6, 7]] * 5, max_tokens=8)]
+    together = everyone.generate(prompts, max_tokens=8)
+    assert [o.outputs for o in together] == [o.outputs for o in llm.generate(prompts, max_tokens=8)]
+    assert everyone.stats().num_preemptions == 0
 
 
 def test_a_long_request_is_not_overtaken() -> None:
@@ -183,20 +182,24 @@ def test_no_more_than_max_num_seqs() -> None:
 def test_the_last_token_takes_no_slot() -> None:
     llm = LLM(num_blocks=2, block_size=4)
     assert len(llm.generate([5, 6, 7], max_tokens=6)[0].outputs[0].token_ids) == 6
-    assert llm.stats.peak_blocks == 2
-    with pytest.raises(SequenceTooLongError, match=r"3 tokens and asks for 7 more: 3 blocks of 4, the pool has 2"):
+    assert llm.last_run.peak_blocks == 2
+    with pytest.raises(
+        SequenceTooLongError,
+        match=r"3 tokens and asks for 7 more: 3 blocks of 4, the pool has 2; set `num_blocks` to at least 3, or "
+        r"lower `max_tokens` by 1",
+    ):
         llm.generate([5, 6, 7], max_tokens=7)
 
 
 def test_what_can_never_fit_is_refused_before_anything_runs(llm: LLM) -> None:
-    made = llm.stats
+    made = llm.last_run
     for prompts in (["ok", [5] * 300], [[5] * 2040]):
         with pytest.raises(SequenceTooLongError):
             llm.stream(prompts, max_tokens=20)
     with pytest.raises(SequenceTooLongError) as caught:
         llm.stream(["ok", [5] * 2040], max_tokens=20)
     assert str(caught.value) == "prompt 1 has 2040 tokens and asks for 20 more: 2060 positions, the model has 2048"
-    assert llm.stats is made
+    assert llm.last_run is made
 
 
 def test_a_model_is_used_up_to_its_last_position(lab: Any) -> None:
@@ -285,16 +288,18 @@ def test_a_request_that_ends_gives_its_blocks_back_at_once(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n) for n in (2, 6)]
     held = []
     for event in llm.stream(PROMPTS[:2], params):
-        held.append(sorted(llm.block_manager.sequences))
+        held.append(llm.block_manager.num_sequences)
         if event.output is not None:
-            ended = event.request_id
-            assert (
-                llm.sequence_state(ended).sequence_length
-                == len(event.output.prompt_token_ids) + len(event.output.outputs[0].token_ids) - 1
-            )
-    assert [len(ids) for ids in held] == [2] * 4 + [1] * 4
-    with pytest.raises(UnknownSequenceError):
-        llm.sequence_state(ended)
+            ended, sequence = event.request_id, event.sequence
+            assert sequence is not None
+            output = event.output.outputs[0]
+            assert sequence.sequence_length == len(event.output.prompt_token_ids) + len(output.token_ids) - 1
+            assert len(sequence.block_table) == -(-sequence.sequence_length // 4)
+            with pytest.raises(UnknownSequenceError):
+                llm.sequence_state(ended)
+        else:
+            assert event.sequence is None
+    assert held == [2, 2, 1, 1, 1, 1, 1, 0]
 
 
 def test_one_run_at_a_time(llm: LLM) -> None:
@@ -308,8 +313,9 @@ def test_one_run_at_a_time(llm: LLM) -> None:
 
 def test_figures_of_a_run(llm: LLM) -> None:
     assert llm.tokenizer is not None
+    llm.block_manager.reset_prefix_cache()
     llm.generate(PROMPTS, max_tokens=5)
-    stats = llm.stats
+    stats = llm.last_run
     lengths = [len(llm.tokenizer.encode(prompt)) + 4 for prompt in PROMPTS]
     assert stats.num_prompt_tokens == sum(lengths) - 16
     assert (stats.num_new_tokens, stats.num_decoded_tokens) == (20, 16)
@@ -325,7 +331,7 @@ def test_the_size_of_the_pool() -> None:
     assert LLM(num_blocks=7).block_manager.num_blocks == 7
     assert LLM(kv_cache_memory_bytes=2**20).block_manager.num_blocks == 32
     assert LLM(max_num_seqs=2).block_manager.num_blocks == 2 * 2048 // 16
-    assert LLM(max_num_seqs=10**6).block_manager.num_blocks == 2**30 // (2048 * 16)
+    assert LLM(max_num_seqs=512).block_manager.num_blocks == 2**30 // (2048 * 16)
     with pytest.raises(ConfigError, match="`kv_cache_memory_bytes`: wanted at least 32768 bytes"):
         LLM(kv_cache_memory_bytes=1000)
 

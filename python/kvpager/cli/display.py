@@ -47,8 +47,8 @@ def stream(
 
     def events() -> Iterator[StreamEvent]:
         for event in run:
-            if event.output is not None:
-                finished.append(Finished(event.output, llm.sequence_state(event.request_id)))
+            if event.output is not None and event.sequence is not None:
+                finished.append(Finished(event.output, event.sequence))
             yield event
 
     show = _show_one if len(titles) == 1 else _show_live if console.is_terminal else _show_lines
@@ -117,7 +117,7 @@ def _colour(index: int) -> str:
 
 def figures(llm: LLM, finished: Sequence[Finished]) -> Table:
     """A table of the run: tokens and blocks of each sequence, speed and waste of the whole."""
-    stats, block_size = llm.stats, llm.config.block_size
+    stats, block_size = llm.last_run, llm.config.block_size
     table = Table(
         title=f"{_count(len(finished), 'sequence')} over blocks of {block_size} positions", title_justify="left"
     )

@@ -22,6 +22,12 @@ class EngineConfig:
         kv_cache_memory_bytes: budget of the pool; None with no `num_blocks` either: the engine's default.
         max_num_seqs: most sequences that run together.
         seed: of the requests that bring none.
+        max_num_batched_tokens: most tokens of a step, at least `max_num_seqs`; what does not fit is computed in chunks.
+            None: 2,048, or `max_num_seqs` if that is more.
+        max_model_len: most tokens of a sequence, prompt and new ones; None: the positions that the model has.
+        enable_prefix_caching: find what other requests computed for the same beginning.
+        watermark_blocks: blocks that an admission leaves free while others run, so that they can grow; None: 1 % of
+            the pool.
     """
 
     device: str = "cpu"
@@ -31,15 +37,26 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     max_num_seqs: int = 64
     seed: int = 0
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    watermark_blocks: int | None = None
 
     def __post_init__(self) -> None:
         supported = ("auto", *DTYPES, "float64")
         if self.dtype not in supported:
             raise ConfigError(f"`dtype` is {self.dtype}; supported: {', '.join(supported)}")
-        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
+        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` is {value}; it must be at least 1")
+        if self.watermark_blocks is not None and self.watermark_blocks < 0:
+            raise ConfigError(f"`watermark_blocks` is {self.watermark_blocks}; it must be at least 0")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"`max_num_batched_tokens` is {self.max_num_batched_tokens}; it must be at least `max_num_seqs` "
+                f"{self.max_num_seqs}, so that all who decode get their token"
+            )
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"`num_blocks` {self.num_blocks} and `kv_cache_memory_bytes` {self.kv_cache_memory_bytes} "

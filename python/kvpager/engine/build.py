@@ -41,7 +41,8 @@ def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:
         model = DecoderForCausalLM(model_config)
     files.load(model, dtype=dtype, device=device)
     cache = _make_cache(model_config, config, dtype)
-    return ModelRunner(model.eval(), cache, KVBlockManager(cache.num_blocks, config.block_size))
+    manager = KVBlockManager(cache.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+    return ModelRunner(model.eval(), cache, manager)
 
 
 def _usable_device(name: str) -> torch.device:
@@ -80,7 +81,13 @@ def _make_cache(model_config: ModelConfig, config: EngineConfig, dtype: torch.dt
     )
     if num_blocks is not None or budget is not None:
         return make(num_blocks=num_blocks, kv_cache_memory_bytes=budget)
+    return make(num_blocks=default_num_blocks(model_config, config, dtype))
+
+
+def default_num_blocks(model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Blocks of the pool where neither they nor a budget are given: 1 GiB, or what can be used at most."""
     values_per_token = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim
     affordable = DEFAULT_KV_CACHE_BYTES // (values_per_token * dtype.itemsize * config.block_size)
-    useful = config.max_num_seqs * -(-model_config.max_position_embeddings // config.block_size)
-    return make(num_blocks=max(1, min(affordable, useful)))
+    longest = min(config.max_model_len or 2**31, model_config.max_position_embeddings)
+    useful = config.max_num_seqs * -(-longest // config.block_size)
+    return max(1, min(affordable, useful))

@@ -1,18 +1,10 @@
-"""`LLM`: requests in, tokens out.
+"""`LLM`: a model by name, and texts for prompts. What runs it is the `Engine` below.
 
-Requests are admitted first come first served; those admitted together are prefilled together, then all that run are
-decoded together. A request is admitted when the blocks it can come to need at worst are not promised to others, so a
-running one never lacks a block; the others wait until some are given back.
-
-Two counters are never mixed: *computed* tokens have their keys and values in the cache, *generated* ones were sampled.
-After the prefill of P prompt tokens they are (P, 1): the sampled token's own keys and values are written by the next
-step, which makes them (P + 1, 2). So the last token of a request never takes a slot.
-
-Whatever ends a run - its last token, an exception, a closed generator, Ctrl-C - gives every sequence's blocks back.
+One call at a time drives the engine: `generate` and `chat` to the end, `stream` as its iterator is taken from. Whatever
+ends a call - its last token, an exception, a closed iterator, Ctrl-C - ends its requests and gives their blocks back.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +12,14 @@ from typing import Any
 from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig
 from kvpager.engine.build import make_runner, make_tokenizer
-from kvpager.engine.outputs import RequestOutput, RunStats, StreamEvent
-from kvpager.engine.requests import Prompt, Request, RequestFactory
-from kvpager.errors import ConfigError, StateError
+from kvpager.engine.engine import Engine
+from kvpager.engine.outputs import EngineStats, RequestOutput, RunStats, StreamEvent
+from kvpager.engine.progress import track
+from kvpager.engine.requests import Prompt, Request
+from kvpager.engine.trace import StepTrace
+from kvpager.errors import ConfigError, StateError, UnknownSequenceError
 from kvpager.loader import open_model
-from kvpager.sampling import Sampler, SamplingParams
+from kvpager.sampling import SamplingParams
 from kvpager.tokenizer import Message
 
 
@@ -33,9 +28,10 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a GGUF file or a hub name; None: the small one that comes with kvpager.
-        device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed: see `EngineConfig`. With
-            neither `num_blocks` nor a budget the pool takes 1 GiB, or less where `max_num_seqs` sequences of the
-            model's full length need less.
+        device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed, max_num_batched_tokens,
+            max_model_len, enable_prefix_caching, watermark_blocks: see `EngineConfig`. With neither `num_blocks` nor a
+            budget the pool takes 1 GiB, or less where `max_num_seqs` sequences of the model's full length need less.
+        trace: a file that gets a JSON line for every step: what it did and why; see `kvpager.engine.trace`.
 
     Raises:
         ConfigError: the folder, its model or the settings can't be used.
@@ -52,17 +48,34 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         seed: int = EngineConfig.seed,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
+        watermark_blocks: int | None = None,
+        trace: str | Path | None = None,
     ) -> None:
-        self.config = EngineConfig(device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed)
+        self.config = EngineConfig(
+            device,
+            dtype,
+            block_size,
+            num_blocks,
+            kv_cache_memory_bytes,
+            max_num_seqs,
+            seed,
+            max_num_batched_tokens,
+            max_model_len,
+            enable_prefix_caching,
+            watermark_blocks,
+        )
         files = open_model(model)
         self.folder, self.model_config = files.path, files.config
         self.tokenizer = make_tokenizer(files)
         self.runner = make_runner(files, self.config)
         self.block_manager = self.runner.block_manager
-        self.stats = RunStats()
-        self._requests = RequestFactory(self.model_config, self.config, self.block_manager.num_blocks, self.tokenizer)
-        self._sampler = Sampler(self.model_config.vocab_size, max_num_seqs)
-        self._rows: list[Request] = []  # of the sampler
+        self.trace = None if trace is None else StepTrace(trace)
+        self.engine = Engine(self.runner, self.model_config, self.config, self.tokenizer, trace=self.trace)
+        self.engine.on_computed = self._note_peak
+        self.last_run = RunStats()
         self._is_running = False
 
     def generate(
@@ -72,6 +85,7 @@ class LLM:
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
+        show_progress: bool = False,
     ) -> list[RequestOutput]:
         """Completes prompts, all together as far as the pool allows.
 
@@ -80,6 +94,7 @@ class LLM:
             sampling_params: for all prompts, or one for each.
             max_tokens, temperature: shortcuts for `SamplingParams` with these values; not together with
                 `sampling_params`.
+            show_progress: show a bar on stderr: requests done, tokens per second.
 
         Returns:
             One output for each prompt, in their order.
@@ -87,10 +102,10 @@ class LLM:
         Raises:
             ArgumentError: a prompt that is empty or holds a token the model does not know, or bad parameters.
             SequenceTooLongError: prompt and new tokens can never fit the model's positions or the pool.
-            StateError: a stream of this engine is still open.
+            StateError: a stream of this engine is still open, or nobody can run as blocks are held from outside.
         """
-        requests = self._requests.make(prompts, sampling_params, max_tokens, temperature)
-        for _ in self._run(requests):
+        requests = self.engine.make_requests(prompts, sampling_params, max_tokens, temperature)
+        for _ in track(self._run(requests), len(requests)) if show_progress else self._run(requests):
             pass
         return [request.output() for request in requests]
 
@@ -104,10 +119,37 @@ class LLM:
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but gives each token as it comes. The arguments are checked now, not at the first token.
 
-        A request's blocks are given back after the last event of the step in which it finished was taken. Closing the
-        iterator ends all its requests.
+        A step's events come one after the other; the next step runs when the last of them was taken. Closing the
+        iterator ends all its requests; `abort` ends one.
         """
-        return self._run(self._requests.make(prompts, sampling_params, max_tokens, temperature))
+        return self._run(self.engine.make_requests(prompts, sampling_params, max_tokens, temperature))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        show_progress: bool = False,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, in the model's chat template.
+
+        Args:
+            messages: ``{"role": …, "content": …}`` each, oldest first; or a list of such conversations.
+            sampling_params, max_tokens, temperature, show_progress: as in `generate`.
+            variables: more variables of the template, e.g. ``enable_thinking`` of Qwen3's.
+
+        Raises:
+            ConfigError: the model has no tokenizer or no chat template.
+            ArgumentError: the template refuses these messages.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [self.encode_chat(each, **variables) for each in conversations]
+        return self.generate(
+            prompts, sampling_params, max_tokens=max_tokens, temperature=temperature, show_progress=show_progress
+        )
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template; see `Tokenizer.apply_chat_template`.
@@ -121,85 +163,65 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def sequence_state(self, request_id: str) -> SequenceState:
+    def abort(self, request_id: str) -> None:
+        """Ends a request of an open stream; its last event comes with the next step. Unknown names are ignored."""
+        self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """The engine at this moment, in blocks and in tokens; see `EngineStats`."""
+        return self.engine.stats()
+
+    def sequence_state(self, request_id: str, completion: int = 0) -> SequenceState:
         """Length and block table of a running request, for people to look at.
 
         Raises:
-            UnknownSequenceError: the request waits still, or has given its blocks back.
+            UnknownSequenceError: it waits still, or has given its blocks back.
         """
-        return self.block_manager.sequences[int(request_id)]
+        request = self.engine.request(request_id)
+        sequence_id = -1 if request is None else request.completions[completion].sequence.sequence_id
+        if sequence_id not in self.block_manager.sequences:
+            raise UnknownSequenceError(sequence_id)
+        return self.block_manager.sequences[sequence_id]
 
     def _run(self, requests: list[Request]) -> Iterator[StreamEvent]:
         if self._is_running:
             raise StateError("a stream of this engine is still open; exhaust or close it first")
         self._is_running = True
-        self.stats = RunStats()
-        waiting, running = deque(requests), list[Request]()
+        self.last_run = RunStats()
         try:
-            while waiting or running:
-                admitted = self._admit(waiting, running)
-                self._step(admitted or running, prefill=bool(admitted))
-                for request in list(admitted or running):
-                    yield request.last_event()
-                for request in [request for request in running if request.finish_reason is not None]:
-                    self.block_manager.release_sequence(request.sequence_id)
-                    running.remove(request)
-                    self._leave_sampler(request)
+            for request in requests:
+                self.engine.enqueue(request)
+            while self.engine.has_unfinished_requests():
+                yield from self._step()
         finally:
             self._is_running = False
-            for request in list(self._rows):
-                self._leave_sampler(request)
             for request in requests:
-                if request.sequence_id in self.block_manager.sequences:
-                    self.block_manager.release_sequence(request.sequence_id)
+                self.engine.abort(request.request_id)
+            self.engine.drop_events()
 
-    def _admit(self, waiting: deque[Request], running: list[Request]) -> list[Request]:
-        """Moves requests from the head of the queue to those that run, as long as their worst case is covered."""
-        promised = sum(request.num_blocks for request in running)
-        admitted = []
-        while waiting and len(running) < self.config.max_num_seqs:
-            promised += waiting[0].num_blocks
-            if promised > self.block_manager.num_blocks:
-                break
-            request = waiting.popleft()
-            self.block_manager.create_sequence(request.sequence_id)
-            self._sampler.add(
-                request.params, request.seed, request.prompt_token_ids, stop_token_ids=request.stop_token_ids
-            )
-            self._rows.append(request)
-            running.append(request)
-            admitted.append(request)
-        return admitted
-
-    def _leave_sampler(self, request: Request) -> None:
-        """Gives the request's row up; the last one takes its place, here as in the sampler."""
-        row = self._rows.index(request)
-        self._sampler.remove(row)
-        last = self._rows.pop()
-        if last is not request:
-            self._rows[row] = last
-
-    def _step(self, batch: Sequence[Request], *, prefill: bool) -> None:
-        """One forward pass and one new token for every request of the batch."""
+    def _step(self) -> list[StreamEvent]:
+        """One step of the engine, and what it adds to the figures of the run."""
+        counts, run = self.engine.scheduler.counts, self.last_run
+        num_prefill, num_decode, num_steps = counts.num_prefill_tokens, counts.num_decode_tokens, counts.num_steps
         started = time.perf_counter()
-        next_tokens = [request.next_tokens for request in batch]
-        logits = self.runner.step([request.sequence_id for request in batch], next_tokens)
-        rows = [self._rows.index(request) for request in batch]
-        sampled = self._sampler.sample(logits, rows)
-        self._sampler.accept(rows, sampled.token_ids)
-        for place, request in enumerate(batch):
-            request.take(int(sampled.token_ids[place]), bool(sampled.is_ok[place]), sampled.logprobs.get(place))
+        events = self.engine.step()
         seconds = time.perf_counter() - started
-        stats = self.stats
-        stats.num_new_tokens += len(batch)
-        if prefill:
-            stats.num_prefill_steps += 1
-            stats.num_prompt_tokens += sum(map(len, next_tokens))
-            stats.prefill_seconds += seconds
+        if counts.num_steps == num_steps:
+            return events
+        run.num_new_tokens += sum(event.token_id >= 0 for event in events)
+        run.num_prompt_tokens += counts.num_prefill_tokens - num_prefill
+        if counts.num_prefill_tokens > num_prefill:
+            run.num_prefill_steps += 1
+            run.prefill_seconds += seconds
         else:
-            stats.num_decode_steps += 1
-            stats.num_decoded_tokens += len(batch)
-            stats.decode_seconds += seconds
-        if (live := self.block_manager.stats.live) >= stats.peak_blocks:
-            stats.peak_blocks = live
-            stats.peak_fragmentation_tokens = self.block_manager.internal_fragmentation_tokens()
+            run.num_decode_steps += 1
+            run.num_decoded_tokens += counts.num_decode_tokens - num_decode
+            run.decode_seconds += seconds
+        return events
+
+    def _note_peak(self) -> None:
+        """Keeps the most blocks that were live, and what of them was empty then."""
+        run, live = self.last_run, self.block_manager.stats.live
+        if live >= run.peak_blocks:
+            run.peak_blocks = live
+            run.peak_fragmentation_tokens = self.block_manager.internal_fragmentation_tokens()

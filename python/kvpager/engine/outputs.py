@@ -1,7 +1,8 @@
-"""What an engine gives back: outputs, the events of a stream, the figures of a run."""
+"""What an engine gives back: outputs, the events of a stream, figures of a run and of the engine."""
 
 from dataclasses import dataclass
 
+from kvpager.block_manager import SequenceState
 from kvpager.sampling import PositionLogprobs
 
 
@@ -13,8 +14,8 @@ class CompletionOutput:
         index: number of the completion within its request.
         text: without special tokens.
         token_ids: as sampled, the end-of-text token and those of a stop string included.
-        finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (`max_tokens` reached), or ``"error"`` (the
-            model's scores were not numbers, or left no token to choose).
+        finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (`max_tokens` reached), ``"abort"``, or
+            ``"error"`` (the model's scores were not numbers, or left no token to choose).
         stop_reason: the stop string or token of the request that ended it; None for the model's own end-of-text.
         logprobs: of each token, where the request asked.
     """
@@ -28,27 +29,62 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """Where a request's time went, in seconds; None for what did not come to be.
+
+    Attributes:
+        queue_seconds: from arrival to the first step it ran in.
+        time_to_first_token_seconds: from arrival to the first token of any completion.
+        time_per_output_token_seconds: mean over the tokens after the first, of all completions.
+        e2e_seconds: from arrival to its end.
+        num_preemptions: how often blocks of its completions were taken away.
+    """
+
+    queue_seconds: float | None
+    time_to_first_token_seconds: float | None
+    time_per_output_token_seconds: float | None
+    e2e_seconds: float | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True)
 class RequestOutput:
-    """A request and its completions. ``prompt`` is None where the prompt came as token ids."""
+    """A request and its completions.
+
+    Attributes:
+        request_id: its name.
+        prompt: the text; None where the prompt came as token ids.
+        prompt_token_ids: what was computed.
+        outputs: n completions, by index.
+        finished: whether all have ended.
+        num_cached_tokens: prompt tokens that were found computed; None while it waits.
+        prompt_logprobs: of each prompt token where the request asked; None for the first, which nothing predicts.
+        metrics: where its time went.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
+    num_cached_tokens: int | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    metrics: RequestMetrics | None = None
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """One new token of one request.
+    """One new token of one completion, or its end.
 
     Attributes:
         request_id: whose token it is.
         index: the prompt's place among those given.
-        token_id: the token; −1 where the request ended with an error instead.
+        token_id: the token; −1 where the completion ended without one: with an error, or aborted.
         text: what it adds to the text; empty while a character is short of bytes. All joined are the whole text.
-        finish_reason: None until the request's last event.
+        finish_reason: None until the completion's last event.
         output: the whole request, with its last event.
+        completion: which of the request's n completions.
+        sequence: with the completion's last event, its length and blocks as they were just before they were given back.
     """
 
     request_id: str
@@ -57,19 +93,21 @@ class StreamEvent:
     text: str
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    completion: int = 0
+    sequence: SequenceState | None = None
 
 
 @dataclass
 class RunStats:
-    """Figures of one run, kept up to date while it goes on.
+    """Figures of one run of `LLM`, kept up to date while it goes on. A step with a prefill chunk is a prefill step.
 
     Attributes:
-        num_prompt_tokens: prompt tokens computed.
+        num_prompt_tokens: tokens computed in chunks; after a preemption again.
         num_new_tokens: tokens generated, the first of each request (which the prefill gives) included.
         num_prefill_steps, num_decode_steps: steps of either kind.
         prefill_seconds, decode_seconds: wall clock in them, sampling included.
         num_decoded_tokens: tokens that came from decode steps.
-        peak_blocks: most blocks that were live after a step.
+        peak_blocks: most blocks that were live in a step.
         peak_fragmentation_tokens: token positions of those blocks that held nothing then.
     """
 
@@ -82,3 +120,47 @@ class RunStats:
     num_decoded_tokens: int = 0
     peak_blocks: int = 0
     peak_fragmentation_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine at one moment. Blocks: ``live + evictable + fenced + free == total``; pinned ones are live.
+
+    Attributes:
+        num_running, num_waiting: sequences.
+        num_blocks: N.
+        live_blocks: held by sequences or pins.
+        pinned_blocks: of these, held on purpose.
+        evictable_blocks: hold a cached prefix that nobody uses now; an allocation may take them.
+        fenced_blocks: held by nobody, but work in flight may touch them.
+        free_blocks: the rest.
+        block_usage: live blocks of all, 0 … 1.
+        num_tokens: token positions that live blocks hold, each once.
+        token_usage: these of all positions of the pool, 0 … 1. A pool can be 67 % taken and 37 % full.
+        num_steps: steps run.
+        num_prefill_tokens, num_decode_tokens: computed in chunks, or one by one.
+        num_generated_tokens: sampled.
+        num_queried_tokens, num_cached_tokens: prompt tokens looked for in the cache, and found.
+        num_preemptions: sequences whose blocks were taken.
+        num_finished: requests that have ended, aborted ones and those in error included.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    live_blocks: int
+    pinned_blocks: int
+    evictable_blocks: int
+    fenced_blocks: int
+    free_blocks: int
+    block_usage: float
+    num_tokens: int
+    token_usage: float
+    num_steps: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_generated_tokens: int
+    num_queried_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_finished: int

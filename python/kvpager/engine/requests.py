@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
+from kvpager import scheduler
+from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, ModelConfig
-from kvpager.engine.outputs import CompletionOutput, RequestOutput, StreamEvent
+from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvpager.errors import ArgumentError, SequenceTooLongError
 from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed
 from kvpager.tokenizer import OutputText, Tokenizer
@@ -14,85 +17,106 @@ from kvpager.tokenizer import OutputText, Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-@dataclass
+@dataclass(eq=False)
+class Completion:
+    """One of a request's n completions.
+
+    Attributes:
+        index: its number.
+        sequence: its tokens, and where it stands with the scheduler.
+        seed: of its draws.
+        text: turns its tokens into text and looks for its stop strings.
+        pieces: text that each token added.
+        logprobs: of each token, where the request asked.
+        stop_text: the stop string that ended it, if one did.
+        state: its blocks as they were just before they were given back.
+    """
+
+    index: int
+    sequence: scheduler.Sequence
+    seed: int
+    text: OutputText
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    stop_text: str | None = None
+    state: SequenceState | None = None
+
+
+@dataclass(eq=False)
 class Request:
     """One prompt on its way through the engine.
 
     Attributes:
+        request_id: its name.
         index: the prompt's place among those given.
-        sequence_id: its number since the engine was made; names its sequence in the block manager.
         prompt: the text, if it came as one.
         prompt_token_ids: P tokens.
         params: wishes.
-        num_blocks: blocks it holds at worst: those of P + max_tokens - 1 tokens, as the last one takes no slot.
-        seed: of its draws.
-        stop_token_ids: tokens that end it.
-        text: turns its tokens into text and looks for its stop strings.
-        generated: tokens sampled so far.
-        logprobs: log-probabilities of each of them, where it asked.
-        pieces: text that each of them added.
-        finish_reason: None while it runs.
-        stop_reason: the stop string or token that ended it, if it was one of its own.
+        completions: n of them; the first computes the prompt, the others begin as its forks.
+        prompt_logprobs: by position, where it asked; filled as the prompt is computed.
+        arrival_seconds, scheduled_seconds, first_token_seconds, last_token_seconds, end_seconds: on the engine's clock.
     """
 
+    request_id: str
     index: int
-    sequence_id: int
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    num_blocks: int
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    text: OutputText
-    generated: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    completions: list[Completion]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    arrival_seconds: float = 0.0
+    scheduled_seconds: float | None = None
+    first_token_seconds: float | None = None
+    last_token_seconds: float | None = None
+    end_seconds: float | None = None
 
     @property
-    def next_tokens(self) -> Sequence[int]:
-        """What the next step computes: the prompt, then the token sampled last."""
-        return self.generated[-1:] or self.prompt_token_ids
-
-    def take(self, token: int, is_ok: bool, logprobs: PositionLogprobs | None) -> None:
-        """Adds a sampled token and decides whether it is the last; without one, the request ends with an error."""
-        if not is_ok:
-            self.finish_reason = "error"
-            self.pieces.append(self.text.finish())
-            return
-        self.generated.append(token)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        piece = self.text.push(token)
-        can_stop = len(self.generated) >= self.params.min_tokens
-        if self.text.stop_reason is not None:
-            self.finish_reason, self.stop_reason = "stop", self.text.stop_reason
-        elif token in self.stop_token_ids and can_stop:
-            self.finish_reason = "stop"
-            self.stop_reason = token if token in self.params.stop_token_ids else None
-        elif len(self.generated) == self.params.max_tokens:
-            self.finish_reason = "length"
-        self.pieces.append(piece + (self.text.finish() if self.finish_reason else ""))
-
-    def last_event(self) -> StreamEvent:
-        """What a stream tells about the token taken last."""
-        output = self.output() if self.finish_reason is not None else None
-        token = -1 if self.finish_reason == "error" else self.generated[-1]
-        return StreamEvent(str(self.sequence_id), self.index, token, self.pieces[-1], self.finish_reason, output)
+    def is_finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(each.sequence.finish_reason is not None for each in self.completions)
 
     def output(self) -> RequestOutput:
         """The request as its caller sees it."""
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self.pieces),
-            token_ids=tuple(self.generated),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+        logprobs = self.prompt_logprobs
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            tuple(self._completion_output(each) for each in self.completions),
+            self.is_finished,
+            self.completions[0].sequence.num_cached_tokens,
+            None if logprobs is None else tuple(logprobs),
+            self._metrics(),
         )
-        finished = self.finish_reason is not None
-        return RequestOutput(str(self.sequence_id), self.prompt, self.prompt_token_ids, (completion,), finished)
+
+    def _completion_output(self, completion: Completion) -> CompletionOutput:
+        sequence = completion.sequence
+        asked_for = sequence.stop_token_id if sequence.stop_token_id in self.params.stop_token_ids else None
+        return CompletionOutput(
+            index=completion.index,
+            text="".join(completion.pieces),
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=sequence.finish_reason,
+            stop_reason=completion.stop_text or asked_for,
+            logprobs=tuple(completion.logprobs) if self.params.logprobs is not None else None,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        def since_arrival(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.arrival_seconds
+
+        later = sum(each.sequence.num_generated_tokens for each in self.completions) - len(self.completions)
+        first, last = self.first_token_seconds, self.last_token_seconds
+        mean = None
+        if first is not None and last is not None and later > 0:
+            mean = (last - first) * len(self.completions) / later  # they run side by side
+        return RequestMetrics(
+            queue_seconds=since_arrival(self.scheduled_seconds),
+            time_to_first_token_seconds=since_arrival(first),
+            time_per_output_token_seconds=mean,
+            e2e_seconds=since_arrival(self.end_seconds),
+            num_preemptions=sum(each.sequence.num_preemptions for each in self.completions),
+        )
 
 
 class RequestFactory:
@@ -106,43 +130,65 @@ class RequestFactory:
         self._num_blocks = num_blocks
         self._tokenizer = tokenizer
         self._num_requests = 0
+        self._sequence_ids = count()
 
     def make(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        max_tokens: int | None,
-        temperature: float | None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         """One request for each prompt, or an error and none; the arguments and errors are those of `LLM.generate`."""
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed), max_tokens, temperature)
-        requests = [self._make_one(*numbered) for numbered in zip(range(len(listed)), listed, params, strict=True)]
+        requests = [
+            self._make_one(index, prompt, wishes, priority, cache_salt)
+            for index, (prompt, wishes) in enumerate(zip(listed, params, strict=True))
+        ]
         self._num_requests += len(requests)
         return requests
 
-    def _make_one(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_one(
+        self, index: int, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str | None
+    ) -> Request:
         params.check_vocabulary(self._model_config.vocab_size)
-        for name, supported in (("n", 1), ("prompt_logprobs", None)):
-            if getattr(params, name) != supported:
-                raise ArgumentError(name, f"{supported} (nothing else is computed yet)", getattr(params, name))
+        if params.n > self._config.max_num_seqs:
+            raise ArgumentError("n", f"at most `max_num_seqs` {self._config.max_num_seqs}", params.n)
         token_ids = self._token_ids(index, prompt)
+        self._check_length(index, len(token_ids), params.max_tokens)
         number = self._num_requests + index
+        if params.prompt_logprobs is not None:  # every position has to be computed: find nothing, and leave nothing
+            cache_salt = f"prompt_logprobs of request {number}"
+        stops = self._stop_token_ids(params)
+        completions = [
+            Completion(
+                index=n,
+                sequence=scheduler.Sequence(
+                    next(self._sequence_ids), list(token_ids), params.max_tokens, stops, priority, cache_salt
+                ),
+                seed=request_seed(params, self._config.seed, number, n),
+                text=self._output_text(params),
+            )
+            for n in range(params.n)
+        ]
+        completions[0].sequence.adopt([each.sequence for each in completions[1:]])
         return Request(
+            request_id=str(number),
             index=index,
-            sequence_id=number,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,
-            num_blocks=self._worst_case_blocks(index, len(token_ids), params.max_tokens),
-            seed=request_seed(params, self._config.seed, number),
-            stop_token_ids=self._stop_token_ids(params),
-            text=self._output_text(params),
+            completions=completions,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
         )
 
-    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._model_config.eos_token_ids
-        return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        return frozenset((*own, *params.stop_token_ids))
 
     def _output_text(self, params: SamplingParams) -> OutputText:
         if self._tokenizer is None:
@@ -176,19 +222,21 @@ class RequestFactory:
                 raise ArgumentError("prompts", wanted, f"{token} in prompt {index}")
         return tuple(token_ids)
 
-    def _worst_case_blocks(self, index: int, num_prompt_tokens: int, max_tokens: int) -> int:
+    def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         total = num_prompt_tokens + max_tokens
         what = f"prompt {index} has {num_prompt_tokens} tokens and asks for {max_tokens} more"
-        if total > self._model_config.max_position_embeddings:
-            raise SequenceTooLongError(
-                f"{what}: {total} positions, the model has {self._model_config.max_position_embeddings}"
-            )
+        limit = self._model_config.max_position_embeddings
+        if total > limit:
+            raise SequenceTooLongError(f"{what}: {total} positions, the model has {limit}")
+        if self._config.max_model_len is not None and total > self._config.max_model_len:
+            raise SequenceTooLongError(f"{what}: {total} positions, `max_model_len` is {self._config.max_model_len}")
         num_blocks = -(-(total - 1) // self._config.block_size)  # the last token takes no slot
         if num_blocks > self._num_blocks:
             raise SequenceTooLongError(
-                f"{what}: {num_blocks} blocks of {self._config.block_size}, the pool has {self._num_blocks}"
+                f"{what}: {num_blocks} blocks of {self._config.block_size}, the pool has {self._num_blocks}; set "
+                f"`num_blocks` to at least {num_blocks}, or lower `max_tokens` by "
+                f"{total - 1 - self._num_blocks * self._config.block_size}"
             )
-        return num_blocks
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

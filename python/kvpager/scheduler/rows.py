@@ -18,8 +18,8 @@ class RowFollower(Protocol):
     def add_row(self, sequence: Sequence) -> None:
         """`sequence` is the new last row."""
 
-    def remove_row(self, row: int) -> None:
-        """`row` is gone; the last row is there now."""
+    def remove_row(self, sequence: Sequence) -> None:
+        """`sequence`, which holds its row and blocks still, is about to leave; the last row takes its place."""
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Rows:
         self.next_input[row] = sequence.token_ids[-1]
         self.left[row] = sequence.max_tokens - sequence.num_generated_tokens
 
-    def remove(self, sequence: Sequence) -> int:
-        """Take a sequence out; the last row moves into its place. Returns the place. O(1)."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out; the last row moves into its place. O(1)."""
         row, last = sequence.row, self.sequences.pop()
         sequence.row = -1
         if last is not sequence:
@@ -54,4 +54,3 @@ class Rows:
             last.row = row
             for column in (self.length, self.next_input, self.left):
                 column[row] = column[len(self.sequences)]
-        return row

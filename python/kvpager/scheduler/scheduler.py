@@ -108,6 +108,10 @@ class Scheduler:
         """Tokens of a running sequence that own a slot; 0 for others."""
         return int(self._rows.length[sequence.row]) if sequence.row >= 0 else 0
 
+    def is_prefilling(self, sequence: Sequence) -> bool:
+        """Whether a running sequence has more than its last token to compute, or had when this step began."""
+        return sequence in self._prefilling
+
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, and with it those that are to be its forks, into the queue.
 
@@ -286,6 +290,7 @@ class Scheduler:
     def _run(self, sequence: Sequence, num_computed: int) -> None:
         self._waiting.pop()
         self._num_pending += len(sequence.pending)
+        sequence.num_found_tokens = num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_computed
             self.counts.num_queried_tokens += sequence.num_prompt_tokens
@@ -405,13 +410,13 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch and give its blocks back."""
+        for follower in self._followers:
+            follower.remove_row(sequence)
         self.batch.remove(sequence.sequence_id)
         self.manager.release_sequence(sequence.sequence_id)
-        row = self._rows.remove(sequence)
+        self._rows.remove(sequence)
         self._prefilling.pop(sequence, None)
         self._num_pending -= len(sequence.pending)
-        for follower in self._followers:
-            follower.remove_row(row)
 
     # Arithmetic -------------------------------------------------------------------------------------------------------
 

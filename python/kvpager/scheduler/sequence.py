@@ -41,6 +41,7 @@ class Sequence:
         arrival: rank among equals; set when it is added.
         row: its row in the batch; −1 while it does not run.
         num_cached_tokens: prompt tokens found in the cache when it first ran; None before.
+        num_found_tokens: tokens found in the cache when it last began to run, after a preemption for example.
         num_preemptions: how often its blocks were taken away.
         finish_reason: "length", "stop", "abort" or "error"; None before the end.
         stop_token_id: the stop token that ended it, if one did.
@@ -59,13 +60,19 @@ class Sequence:
     arrival: int = field(default=-1, init=False)
     row: int = field(default=-1, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)
+    num_found_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     finish_reason: str | None = field(default=None, init=False)
     stop_token_id: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        for fork in self.pending:
+        self.adopt(self.pending)
+
+    def adopt(self, forks: list["Sequence"]) -> None:
+        """Make sequences of the same prompt the forks of this one that are to be. Before it is added."""
+        self.pending = forks
+        for fork in forks:
             fork.parent = self
 
     @property

@@ -1,0 +1,352 @@
+"""`Engine`: requests in, one step after the other, events out.
+
+A step is: the scheduler says who computes what and takes the slots; the runner computes it; what is written is
+committed; the sampler chooses; the tokens go to their requests, and who ends gives its blocks back. The host's part of
+a steady decode is independent of how it is spread over requests but for a few operations per new token.
+
+If anything fails in a step (model, sampler, allocator), the error comes out of `step`, and everyone who ran waits
+again, with all tokens that were given out: calling `step` again begins anew. Whatever ends a request - its last token,
+a stop, an error, `abort` - gives its blocks back in that moment.
+"""
+
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvpager.config import EngineConfig, ModelConfig
+from kvpager.decode_batch import DecodeBatch
+from kvpager.engine.outputs import EngineStats, RequestOutput, StreamEvent
+from kvpager.engine.requests import Completion, Prompt, Request, RequestFactory
+from kvpager.engine.trace import StepTrace
+from kvpager.errors import ArgumentError
+from kvpager.runner import ModelRunner, StepTensors
+from kvpager.sampling import SampledTokens, Sampler, SamplingParams, position_logprobs
+from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence
+from kvpager.tokenizer import Tokenizer
+
+
+@dataclass
+class _SamplerRows:
+    """Keeps the sampler's rows those of the batch, and each sequence's completion at hand."""
+
+    engine: "Engine"
+    completions: dict[int, tuple[Request, Completion]] = field(default_factory=dict)
+
+    def add_row(self, sequence: Sequence) -> None:
+        request, completion = self.completions[sequence.sequence_id]
+        self.engine.sampler.add(
+            request.params,
+            completion.seed,
+            request.prompt_token_ids,
+            sequence.output_token_ids,
+            tuple(sequence.stop_token_ids),
+        )
+
+    def remove_row(self, sequence: Sequence) -> None:
+        self.engine.sampler.remove(sequence.row)
+        self.completions[sequence.sequence_id][1].state = self.engine.block_manager.sequences[sequence.sequence_id]
+
+
+class Engine:
+    """Continuous batching over one model and its cache.
+
+    Args:
+        runner: model, cache and block manager; nobody else may use that manager's batch.
+        model_config: of the model.
+        config: how it is run.
+        tokenizer: None: prompts come as token ids, and completions have no text.
+        trace: gets a record of every step.
+        clock: seconds; only differences matter.
+
+    Attributes:
+        on_computed: called in every step when its keys and values are written and nobody has ended yet.
+
+    Raises:
+        ConfigError: the settings can't work together.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        trace: StepTrace | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.block_manager = manager = runner.block_manager
+        self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs)
+        max_num_tokens = config.max_num_batched_tokens or max(2048, config.max_num_seqs)
+        max_model_len = min(config.max_model_len or 2**31, model_config.max_position_embeddings)
+        self._batch: DecodeBatch[Tensor] = DecodeBatch[Tensor].with_capacity(
+            manager,
+            config.max_num_seqs,
+            min(manager.num_blocks, -(-max_model_len // manager.block_size)),
+            max_tokens=max_num_tokens,
+            pin_memory=runner.device.type == "cuda",
+        )
+        self._tensors = StepTensors(self._batch.buffers[0], runner.device)
+        self._rows = _SamplerRows(self)
+        watermark = config.watermark_blocks
+        self.scheduler = Scheduler(
+            manager,
+            self._batch,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_tokens,
+            watermark_blocks=manager.num_blocks // 100 if watermark is None else watermark,
+            followers=[self._rows],
+        )
+        self._factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._events: list[StreamEvent] = []  # of requests that ended between steps
+        self._trace = trace
+        self._clock = clock
+        self.on_computed: Callable[[], None] | None = None
+        self._num_generated = 0
+        self._num_finished = 0
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queues a request.
+
+        Args:
+            prompt: a text, token ids, or ``{"prompt_token_ids": ids}``.
+            sampling_params: its wishes; None: the defaults.
+            request_id: its name while it is here; None: a number.
+            priority: lower ones go first.
+            cache_salt: only requests with the same salt find what this one computes.
+
+        Returns:
+            Its name.
+
+        Raises:
+            ArgumentError: a bad prompt or bad wishes, or a name that is taken.
+            SequenceTooLongError: it can never fit the model's positions or the pool.
+        """
+        if request_id is not None and request_id in self._requests:
+            raise ArgumentError("request_id", "a name that no unfinished request has", request_id)
+        listed: list[Prompt] = [prompt]
+        (request,) = self._factory.make(
+            listed, sampling_params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        )
+        if request_id is not None:
+            request.request_id = request_id
+        self.enqueue(request)
+        return request.request_id
+
+    def make_requests(
+        self,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None,
+        max_tokens: int | None,
+        temperature: float | None,
+    ) -> list[Request]:
+        """Requests for many prompts, all or none; `enqueue` takes them. Arguments and errors: see `LLM.generate`."""
+        return self._factory.make(prompts, sampling_params, max_tokens, temperature)
+
+    def enqueue(self, request: Request) -> None:
+        """Queues what `make_requests` made."""
+        while request.request_id in self._requests:  # somebody took the number as a name
+            request.request_id = f"{request.request_id}+"
+        self.scheduler.add(request.completions[0].sequence)
+        request.arrival_seconds = self._clock()
+        self._requests[request.request_id] = request
+        for completion in request.completions:
+            self._rows.completions[completion.sequence.sequence_id] = request, completion
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request wherever it is; its last events come with the next step. What it got so far, or None.
+
+        A name that is unknown, or whose request has ended, is no error: it may have ended this moment.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        unfinished = [each for each in request.completions if each.sequence.finish_reason is None]
+        for completion in unfinished:
+            self.scheduler.finish(completion.sequence, "abort")
+        for completion in unfinished:
+            self._events.append(self._event(request, completion, -1, completion.text.finish()))
+        return self._events[-1].output
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return self.scheduler.has_unfinished or bool(self._events)
+
+    def drop_events(self) -> None:
+        """Forgets the events of requests that ended between steps: nobody is there to hear them."""
+        self._events = []
+
+    def request(self, request_id: str) -> Request | None:
+        """An unfinished request, for people to look at."""
+        return self._requests.get(request_id)
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StreamEvent]:
+        """Runs one step; an event for each new token and each end.
+
+        Raises:
+            StateError: nobody can run, as blocks are held outside of the engine.
+            Exception: what failed. Everyone who ran waits again.
+        """
+        events, self._events = self._events, []
+        started = self._clock()
+        try:
+            step = self.scheduler.schedule()
+            if step is None:
+                return events
+            hidden = self.runner.run(
+                self._tensors,
+                step.batch_step,
+                step.buffers,
+                step.input_ids,
+                step.counts,
+                max_query_len=step.max_query_len,
+                max_seq_len=step.max_seq_len,
+            )
+            self._keep_prompt_logprobs(step, hidden)
+            if self._trace is not None:
+                self._trace.note_step(step, self.scheduler, self._name)
+            due = self.scheduler.commit(step)
+            if self.on_computed is not None:
+                self.on_computed()
+            sampled = self._sample(due, hidden)
+        except BaseException:
+            self._events = events + self._events
+            self.scheduler.restart_all()
+            raise
+        events += self._take(due, sampled, step)
+        if self._trace is not None:
+            self._trace.write(self._clock() - started, self.stats())
+        return events
+
+    def _sample(self, due: SampleRows, hidden: Tensor) -> SampledTokens | None:
+        if due.rows is not None and len(due.rows) == 0:
+            return None
+        return self.sampler.sample(self.runner.logits(hidden, due.token_index), due.rows)
+
+    def _take(self, due: SampleRows, sampled: SampledTokens | None, step: ScheduledStep) -> list[StreamEvent]:
+        """Hands the tokens to their requests."""
+        now = self._clock()
+        for sequence in step.admitted:
+            request, _ = self._rows.completions[sequence.sequence_id]
+            if request.scheduled_seconds is None:
+                request.scheduled_seconds = now
+        if sampled is None:
+            return []
+        num_rows = self.sampler.num_rows
+        self.sampler.accept(range(num_rows) if due.rows is None else due.rows, sampled.token_ids)
+        sequences, _ = self.scheduler.take(due, sampled.token_ids, sampled.is_ok)
+        self._num_generated += int(sampled.is_ok.sum())
+        return [
+            self._token_event(sequence, token, place, sampled, now)
+            for place, (sequence, token) in enumerate(zip(sequences, sampled.token_ids.tolist(), strict=True))
+        ]
+
+    def _token_event(
+        self, sequence: Sequence, token_id: int, place: int, sampled: SampledTokens, now: float
+    ) -> StreamEvent:
+        request, completion = self._rows.completions[sequence.sequence_id]
+        piece = ""
+        if sequence.finish_reason != "error":
+            piece = completion.text.push(token_id)
+            request.last_token_seconds = now
+            if request.first_token_seconds is None:
+                request.first_token_seconds = now
+            if place in sampled.logprobs:
+                completion.logprobs.append(sampled.logprobs[place])
+            if completion.text.stop_reason is not None:
+                completion.stop_text = completion.text.stop_reason
+                self._stop(sequence)
+        if sequence.finish_reason is not None:
+            piece += completion.text.finish()
+        return self._event(request, completion, token_id, piece)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """End a sequence by its text; one that its last token ended in the same moment is a stop, too."""
+        self.scheduler.finish(sequence, "stop")
+        sequence.finish_reason = "stop"
+
+    def _event(self, request: Request, completion: Completion, token_id: int, piece: str) -> StreamEvent:
+        completion.pieces.append(piece)
+        reason = completion.sequence.finish_reason
+        if reason is None:
+            return StreamEvent(request.request_id, request.index, token_id, piece, completion=completion.index)
+        output = None
+        del self._rows.completions[completion.sequence.sequence_id]
+        if request.is_finished and request.request_id in self._requests:
+            request.end_seconds = self._clock()
+            output = request.output()
+            self._num_finished += 1
+            del self._requests[request.request_id]
+            if self._trace is not None:
+                self._trace.note_end(output)
+        return StreamEvent(
+            request.request_id, request.index, token_id, piece, reason, output, completion.index, completion.state
+        )
+
+    def _keep_prompt_logprobs(self, step: ScheduledStep, hidden: Tensor) -> None:
+        """Log-probabilities of the prompt tokens whose predecessors this step computed, for requests that asked."""
+        if step.counts is None:
+            return
+        start = 0
+        for sequence, num_tokens in zip(self.scheduler.running, step.counts.tolist(), strict=True):
+            request, completion = self._rows.completions[sequence.sequence_id]
+            if request.prompt_logprobs is not None and completion.index == 0:
+                first = self.scheduler.num_computed_tokens(sequence) - num_tokens
+                stop = min(first + num_tokens, len(request.prompt_token_ids) - 1)
+                if first < stop:
+                    scores = self.runner.logits(hidden[start : start + stop - first])
+                    tokens = request.prompt_token_ids[first + 1 : stop + 1]
+                    wanted = [request.params.prompt_logprobs or 0] * len(tokens)
+                    request.prompt_logprobs[first + 1 : stop + 1] = position_logprobs(scores, tokens, wanted)
+            start += num_tokens
+
+    # Looking ----------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The engine at this moment. O(table entries) for the tokens held; nothing of it is on a step's way."""
+        pool, counts = self.block_manager.stats, self.scheduler.counts
+        positions = pool.num_blocks * self.block_manager.block_size
+        num_tokens = pool.live * self.block_manager.block_size - self.block_manager.internal_fragmentation_tokens()
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            live_blocks=pool.live,
+            pinned_blocks=pool.pinned,
+            evictable_blocks=pool.cached,
+            fenced_blocks=pool.fenced,
+            free_blocks=pool.free,
+            block_usage=pool.live / pool.num_blocks,
+            num_tokens=num_tokens,
+            token_usage=num_tokens / positions,
+            num_steps=counts.num_steps,
+            num_prefill_tokens=counts.num_prefill_tokens,
+            num_decode_tokens=counts.num_decode_tokens,
+            num_generated_tokens=self._num_generated,
+            num_queried_tokens=counts.num_queried_tokens,
+            num_cached_tokens=counts.num_cached_tokens,
+            num_preemptions=counts.num_preemptions,
+            num_finished=self._num_finished,
+        )
+
+    def _name(self, sequence: Sequence) -> str:
+        """How a sequence is called in the trace: its request, and its number where there are several."""
+        request, completion = self._rows.completions[sequence.sequence_id]
+        return request.request_id if len(request.completions) == 1 else f"{request.request_id}/{completion.index}"

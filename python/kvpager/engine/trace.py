@@ -1,0 +1,112 @@
+"""Why each step was as it was: one JSON object a line, and the same as a line for people.
+
+A record says who computed what, who came, who was held back by which budget, who had to give its blocks back and why,
+who ended, and what the pool looked like afterwards, in blocks and in tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from kvpager.engine.outputs import EngineStats, RequestOutput
+from kvpager.errors import ConfigError
+from kvpager.scheduler import ScheduledStep, Scheduler, Sequence
+
+# What `held_back` and `preempted` name, in words.
+_BUDGETS = {
+    "sequences": "no row free: `max_num_seqs`",
+    "tokens": "no token left in the step: `max_num_batched_tokens`",
+    "blocks": "not enough blocks",
+}
+
+
+class StepTrace:
+    """Writes one record per step.
+
+    Args:
+        path: the file; it is written anew.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+        except OSError as error:
+            raise ConfigError(f"can't write `{path}`: {error.strerror or error}") from error
+        self._record: dict[str, Any] = {}
+        self._ended: dict[str, list[str | None]] = {}
+
+    def note_step(self, step: ScheduledStep, scheduler: Scheduler, name: Callable[[Sequence], str]) -> None:
+        """Begins the record of a step, before it is committed. O(rows)."""
+        counts = [1] * len(scheduler.running) if step.counts is None else step.counts.tolist()
+        prefill = {}
+        for sequence, num_tokens in zip(scheduler.running, counts, strict=True):
+            stop = scheduler.num_computed_tokens(sequence)
+            if scheduler.is_prefilling(sequence):
+                prefill[name(sequence)] = [stop - num_tokens, stop]
+        self._record = {
+            "step": scheduler.counts.num_steps,
+            "num_tokens": len(step.input_ids),
+            "num_decode_tokens": len(counts) - len(prefill),
+            "prefill": prefill,
+            "admitted": {name(each): each.num_found_tokens for each in step.admitted},
+            "preempted": {name(each): "blocks" for each in step.preempted},
+            "held_back": step.held_back,
+        }
+
+    def note_end(self, output: RequestOutput) -> None:
+        """Says that a request has ended."""
+        self._ended[output.request_id] = [each.finish_reason for each in output.outputs]
+
+    def write(self, seconds: float, stats: EngineStats) -> None:
+        """Writes the record: how long the step took, who ended, and what the engine looks like now."""
+        record = {
+            **self._record,
+            "finished": self._ended,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "live_blocks": stats.live_blocks,
+            "evictable_blocks": stats.evictable_blocks,
+            "free_blocks": stats.free_blocks,
+            "num_blocks": stats.num_blocks,
+            "num_tokens_held": stats.num_tokens,
+            "token_usage": round(stats.token_usage, 4),
+            "milliseconds": round(1000 * seconds, 3),
+        }
+        self._ended = {}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def as_line(record: Mapping[str, Any]) -> str:
+    """One record, as read back from the file, in words."""
+    parts = [f"step {record['step']}: {record['num_decode_tokens']} decode"]
+    for name, (start, stop) in record["prefill"].items():
+        parts.append(f"{name} computes {start}…{stop - 1}")
+    parts += [f"{name} admitted ({cached} tokens cached)" for name, cached in record["admitted"].items()]
+    parts += [f"{name} preempted ({_BUDGETS[why]})" for name, why in record["preempted"].items()]
+    parts += [f"{name} ended ({', '.join(map(str, reasons))})" for name, reasons in record["finished"].items()]
+    parts.append(f"{record['num_running']} running")
+    waiting = f"{record['num_waiting']} waiting"
+    parts.append(f"{waiting} ({_BUDGETS[record['held_back']]})" if record["held_back"] else waiting)
+    parts.append(
+        f"{record['live_blocks']} of {record['num_blocks']} blocks live, {record['evictable_blocks']} evictable, "
+        f"{record['num_tokens_held']} tokens held ({100 * record['token_usage']:.0f} %)"
+    )
+    return ", ".join(parts)
