@@ -3,18 +3,25 @@
 The cache knows no sequence and hands out no block; it holds bytes, writes rows into slots and attends through tables.
 Two arrangements of the one allocation: layer-major [L, 2, N, block] (a layer's blocks lie together) and block-major
 [N, L, 2, block] (one copy moves a block through all layers). `key_cache[l]` and `value_cache[l]` are views of it.
+A quantised block holds its codes and, behind them, their scales, so that whatever moves the block moves them too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvpager import ops
 from kvpager.errors import ConfigError
-from kvpager.ops.checks import FLOAT_DTYPES
+from kvpager.huge_pages import advise_huge_pages
+from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES
+from kvpager.ops.layout import as_hnd, scales_as_hnd
+
+CacheDtype = torch.dtype | Literal["int8", "fp8_e4m3"]
+_NAMED_DTYPES: dict[object, torch.dtype] = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+_SCALE_BYTES = 4  # a float32 for each row of K and of V
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +35,8 @@ class AttentionMetadata:
         query_start_loc: query_start_loc [B + 1] int32: the new tokens of sequence b are rows [b] … [b + 1] − 1.
         max_query_len: upper bound of the new tokens of a sequence.
         max_seq_len: upper bound of `seq_lens`.
+        schedule: from `kvpager.ops.make_schedule`, for steps of one token a sequence; None lets the kernels cut.
+        workspace: uint8 of `kvpager.ops.workspace_bytes`, zeroed once; None lets the kernels find room.
     """
 
     slot_mapping: Tensor
@@ -36,6 +45,8 @@ class AttentionMetadata:
     query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
+    schedule: Tensor | None = None
+    workspace: Tensor | None = None
 
 
 class CacheShape(Protocol):
@@ -64,14 +75,20 @@ class PagedKVCache:
         block_size: S, token positions of a block.
         head_dim: D.
         layout: axes of a layer's caches, "HND" = [N, K, S, D] or "NHD" = [N, S, K, D].
-        dtype: float32, float16, bfloat16 or float64.
-        device: where the pool lies.
+        dtype: float32, float16, bfloat16 or float64; or quantised, "int8" or "fp8_e4m3" (torch.int8,
+            torch.float8_e4m3fn): then K and V of 32 or 16 bits are written, and read again, as codes with a scale for
+            each token and kv head.
+        device: where the pool lies. On the CPU of Linux it asks for huge pages, which kernels read faster.
         block_major: keep a block's bytes of all layers together instead of a layer's blocks.
 
     Attributes:
-        storage: the allocation: [L, 2, N, …] or, block-major, [N, L, 2, …].
+        storage: the allocation: [L, 2, N, …] or, block-major, [N, L, 2, …]; of a quantised cache uint8
+            [L, 2, N, bytes] or [N, L, 2, bytes], where a block's codes are followed by their scales.
         key_cache: per layer, key_cache [N, K, S, D] (or NHD), a view of `storage`.
         value_cache: per layer, value_cache, like `key_cache`.
+        key_scale: per layer, key_scale [N, K, S] (or [N, S, K]) float32, a view of `storage`; empty if not quantised.
+        value_scale: per layer, value_scale, like `key_scale`.
+        dtype: the torch dtype of the caches.
 
     Raises:
         ConfigError: a size below 1, an unknown layout or dtype, or a pool that can't be allocated.
@@ -86,7 +103,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         layout: ops.Layout = "HND",
-        dtype: torch.dtype = torch.float32,
+        dtype: CacheDtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
     ) -> None:
@@ -99,35 +116,58 @@ class PagedKVCache:
         )
         if layout not in ("HND", "NHD"):
             raise ConfigError(f'`layout`: wanted "HND" or "NHD", got {layout}')
-        if dtype not in FLOAT_DTYPES:
-            raise ConfigError(f"`dtype`: wanted float32, float16, bfloat16 or float64, got {dtype}")
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.block_size = block_size
         self.head_dim = head_dim
         self.layout: ops.Layout = layout
-        self.dtype = dtype
+        self.dtype = _checked_dtype(dtype)
         self.block_major = block_major
         self.storage = self._allocate(torch.device(device))
         self.device = self.storage.device
-        by_layer = self.storage.permute(1, 2, 0, 3, 4, 5) if block_major else self.storage  # [L, 2, N, …]
+        # [L, 2, N, …] views, whatever the arrangement.
+        by_layer = self.storage.movedim(0, 2) if block_major else self.storage
+        inner = (num_kv_heads, block_size) if layout == "HND" else (block_size, num_kv_heads)
+        scales = None
+        if self.quantised:
+            num_codes = num_kv_heads * block_size * head_dim
+            scales = by_layer[..., -num_kv_heads * block_size * _SCALE_BYTES :].view(torch.float32).unflatten(3, inner)
+            by_layer = by_layer[..., :num_codes].view(self.dtype).unflatten(3, (*inner, head_dim))
         self.key_cache: tuple[Tensor, ...] = tuple(layer[0] for layer in by_layer)
         self.value_cache: tuple[Tensor, ...] = tuple(layer[1] for layer in by_layer)
+        self.key_scale: tuple[Tensor, ...] = () if scales is None else tuple(layer[0] for layer in scales)
+        self.value_scale: tuple[Tensor, ...] = () if scales is None else tuple(layer[1] for layer in scales)
         # What the ops are given: HND views, made once.
         self._hnd_caches = tuple(
-            (key, value) if layout == "HND" else (key.transpose(1, 2), value.transpose(1, 2))
-            for key, value in zip(self.key_cache, self.value_cache, strict=True)
+            as_hnd(key, value, layout) for key, value in zip(self.key_cache, self.value_cache, strict=True)
         )
-        self._by_block = self.storage if block_major else self.storage.permute(2, 0, 1, 3, 4, 5)  # [N, L, 2, …]
+        self._hnd_scales: tuple[tuple[Tensor | None, Tensor | None], ...] = ((None, None),) * num_layers
+        if scales is not None:
+            self._hnd_scales = tuple(
+                scales_as_hnd(key, value, layout) for key, value in zip(self.key_scale, self.value_scale, strict=True)
+            )
+        self._by_block = self.storage if block_major else self.storage.movedim(2, 0)  # [N, L, 2, …]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the caches hold codes with scales."""
+        return self.dtype in QUANTISED_DTYPES
 
     def _allocate(self, device: torch.device) -> Tensor:
-        inner = (self.num_kv_heads, self.block_size) if self.layout == "HND" else (self.block_size, self.num_kv_heads)
         outer = (self.num_layers, 2, self.num_blocks)
         if self.block_major:
             outer = (self.num_blocks, self.num_layers, 2)
+        inner: tuple[int, ...] = (self.num_kv_heads, self.block_size, self.head_dim)
+        if self.layout == "NHD":
+            inner = (self.block_size, self.num_kv_heads, self.head_dim)
+        if self.quantised:
+            inner = (self.bytes_per_block // (2 * self.num_layers),)
         try:
-            return torch.empty((*outer, *inner, self.head_dim), dtype=self.dtype, device=device)
+            storage = torch.empty((*outer, *inner), dtype=torch.uint8 if self.quantised else self.dtype, device=device)
+            if device.type == "cpu":
+                advise_huge_pages(storage)
+            return storage
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"can't allocate {self.bytes_per_block * self.num_blocks} bytes on {device}: "
@@ -143,7 +183,7 @@ class PagedKVCache:
         num_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         layout: ops.Layout = "HND",
-        dtype: torch.dtype = torch.float32,
+        dtype: CacheDtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
     ) -> Self:
@@ -158,7 +198,7 @@ class PagedKVCache:
         if kv_cache_memory_bytes is not None:
             L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
             _check_sizes(num_layers=L, num_kv_heads=K, block_size=block_size, head_dim=D)
-            per_block = 2 * L * K * D * dtype.itemsize * block_size
+            per_block = 2 * L * _block_bytes(K, block_size, D, _checked_dtype(dtype))
             num_blocks = kv_cache_memory_bytes // per_block
             if num_blocks < 1:
                 raise ConfigError(
@@ -180,17 +220,20 @@ class PagedKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's K and V in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one token's K and V in all layers, scales included."""
+        scales = _SCALE_BYTES if self.quantised else 0
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scales)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in all layers."""
-        return self.bytes_per_token * self.block_size
+        """Bytes of one block in all layers, scales included."""
+        return 2 * self.num_layers * _block_bytes(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""
-        ops.write_kv(key, value, *self._hnd_caches[layer], slot_mapping)
+        key_scale, value_scale = self._hnd_scales[layer]
+        caches = self._hnd_caches[layer]
+        ops.write_kv(key, value, *caches, slot_mapping, key_scale=key_scale, value_scale=value_scale)
 
     def norm_turn_write(
         self,
@@ -219,9 +262,11 @@ class PagedKVCache:
         """
         rows = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
         key_cache, value_cache = self._hnd_caches[layer]
+        key_scale, value_scale = self._hnd_scales[layer]
         return ops.qk_norm_rope_write(
-            qkv, q_weight, k_weight, cos_sin, rows, key_cache, value_cache, slot_mapping, eps=eps
-        )
+            qkv, q_weight, k_weight, cos_sin, rows, key_cache, value_cache, slot_mapping, eps=eps,
+            key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -241,7 +286,7 @@ class PagedKVCache:
 
         Args:
             layer: the layer, from 0.
-            query: query [T, H, D] of the cache's dtype.
+            query: query [T, H, D] of the cache's dtype; float32, float16 or bfloat16 for a quantised cache.
             metadata: the step's tables and lengths.
             scale: factor of the scores; 1 / √D if None.
             window: positions a query sees, itself included; 0 = all.
@@ -252,6 +297,7 @@ class PagedKVCache:
             out [T, H, D].
         """
         key_cache, value_cache = self._hnd_caches[layer]
+        key_scale, value_scale = self._hnd_scales[layer]
         tables, lengths = metadata.block_tables, metadata.seq_lens
         if metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]:
             return ops.paged_attention(
@@ -265,6 +311,10 @@ class PagedKVCache:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                schedule=metadata.schedule,
+                workspace=metadata.workspace,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
         return ops.paged_prefill(
             query,
@@ -279,11 +329,38 @@ class PagedKVCache:
             window=window,
             softcap=softcap,
             sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
 
     def copy_blocks(self, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
         """Copy blocks through all layers, (source, destination) each; see `kvpager.ops.copy_blocks`."""
         ops.copy_blocks([self._by_block], pairs)
+
+    def swap_blocks(self, target: "PagedKVCache", pairs: Tensor | Sequence[tuple[int, int]]) -> None:
+        """Copy blocks through all layers into another cache, (own block, block of `target`) each.
+
+        Args:
+            target: a cache of the same layers, heads, block size, head dim, layout and dtype; another arrangement or
+                number of blocks is fine.
+            pairs: as in `kvpager.ops.swap_blocks`; errors are its.
+        """
+        ops.swap_blocks([self._by_block], [target._by_block], pairs)
+
+
+def _checked_dtype(dtype: CacheDtype) -> torch.dtype:
+    known = _NAMED_DTYPES.get(dtype, dtype)
+    if not isinstance(known, torch.dtype) or known not in FLOAT_DTYPES | QUANTISED_DTYPES:
+        raise ConfigError(f"`dtype`: wanted float32, float16, bfloat16, float64, int8 or fp8_e4m3, got {dtype}")
+    return known
+
+
+def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block's K, or V, in one layer; scales begin at a multiple of their size."""
+    rows = num_kv_heads * block_size
+    if dtype not in QUANTISED_DTYPES:
+        return rows * head_dim * dtype.itemsize
+    return -(-rows * head_dim // _SCALE_BYTES) * _SCALE_BYTES + rows * _SCALE_BYTES
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -85,15 +85,21 @@ class Kernels:
     atomic: bool
 
 
-@pytest.fixture(params=["native", "reference", "emulated"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Point the wrappers of `kvpager.ops` at one kernel set."""
-    name: str = request.param
+@pytest.fixture(params=["native", "native avx512", "native avx2", "native baseline", "reference", "emulated"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Point the wrappers of `kvpager.ops` at one kernel set; "native" alone is the best instruction set of the CPU."""
+    name, _, isa = request.param.partition(" ")
     if name == "native":
         status = native.native_status()
         if not status.loaded:
             pytest.skip(f"native library: {status.reason}")
-        return Kernels(name, atomic=True)
+        before = native.active_cpu_isa()
+        if isa and (isa == before or isa not in status.cpu_isas):
+            pytest.skip(f"{isa} is not here" if isa != before else f"{isa} runs as native")
+        native.select_cpu_isa(isa or before)
+        yield Kernels(name, atomic=True)
+        native.select_cpu_isa(before)
+        return
     request.getfixturevalue(f"{name}_library")
     namespace = getattr(torch.ops, f"kvpager_{name}")
     for module, names in WRAPPED.items():
@@ -103,7 +109,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if name == "emulated":
         monkeypatch.setattr(device_errors, "CHECKED", True)  # the kernels can't raise: ask after every call
         ops.check_errors("cpu")
-    return Kernels(name, atomic=name == "reference")
+    yield Kernels(name, atomic=name == "reference")
 
 
 @dataclass

@@ -142,6 +142,6 @@ def test_bad_shapes_and_pools_that_do_not_fit():
     with pytest.raises(ConfigError, match="`layout`"):
         PagedKVCache(1, 1, 1, 4, 8, layout="DHN")
     with pytest.raises(ConfigError, match="`dtype`"):
-        PagedKVCache(1, 1, 1, 4, 8, dtype=torch.int8)
+        PagedKVCache(1, 1, 1, 4, 8, dtype=torch.int32)
     with pytest.raises(ConfigError, match=r"can't allocate \d+ bytes on cpu: 1099511627776 blocks of 256 bytes"):
         PagedKVCache(1, 2**40, 1, 4, 8)

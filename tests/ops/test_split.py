@@ -1,0 +1,243 @@
+"""Sequences cut over threads: schedules, fixed splits, workspaces, and the moves between caches."""
+
+import math
+
+import pytest
+import torch
+
+from kvpager import ops
+from kvpager.errors import ArgumentError, SlotError
+
+kernels_on_cpu = pytest.mark.parametrize("kernels", ["native", "reference"], indirect=True)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def threads():
+    """`threads(n)`: lets torch use n threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+LENGTHS = [1, 0, 700, 65, 300, 64, 2]
+
+
+def arguments_of(case):
+    query = case.random(len(case.lengths), case.num_heads, case.head_dim)
+    return query, case.key_cache, case.value_cache, case.block_tables, case.seq_lens
+
+
+def check(case, query, out, lse, tolerance, **options):
+    for row, length in enumerate(case.lengths):
+        if length == 0:
+            assert (out[row] == 0).all()
+            assert (lse[row] == -math.inf).all()
+            continue
+        wanted, wanted_lse = case.oracle(row, query[row], length - 1, scale=0.2, **options)
+        torch.testing.assert_close(out[row].double(), wanted, rtol=0, atol=tolerance[case.dtype])
+        torch.testing.assert_close(lse[row].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
+@kernels_on_cpu
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 200])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("fixed_split", [0, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_schedule_gives_the_same_numbers(
+    kernels, make_case, tolerance, threads, num_parts, window, fixed_split, dtype
+):
+    threads(2)
+    case = make_case(LENGTHS, block_size=8, head_dim=16, group=3, dtype=dtype)
+    query, *rest = arguments_of(case)
+    sinks = torch.randn(case.num_heads, generator=case.generator)
+    schedule = ops.make_schedule(
+        case.seq_lens, block_size=8, window=window, fixed_split=fixed_split, num_parts=num_parts
+    )
+    size = ops.workspace_bytes(7, case.num_heads, 16, max_seq_len=700, fixed_split=fixed_split, num_parts=num_parts)
+    workspace = torch.zeros(size, dtype=torch.uint8)
+    options = {"scale": 0.2, "window": window, "sinks": sinks, "fixed_split": fixed_split, "return_lse": True}
+    out, lse = ops.paged_attention(query, *rest, **options, schedule=schedule, workspace=workspace)
+    assert (workspace == 0).all()
+    check(case, query, out, lse, tolerance, window=window, sinks=sinks)
+    again = ops.paged_attention(query, *rest, **options, schedule=schedule)
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
+def test_the_kernel_cuts_as_the_schedule_does(make_case, threads, tolerance):
+    """Big enough for the kernel to cut by itself: same cuts, same bits; and right ones."""
+    threads(2)
+    case = make_case([1500, 3, 0, 700], num_kv_heads=4, block_size=16, head_dim=64, group=2)
+    query, *rest = arguments_of(case)
+    bytes_of_kv = 2 * sum(case.lengths) * 4 * 64 * 4
+    num_parts = min(8, bytes_of_kv // (256 * 1024))
+    assert num_parts > 2
+    schedule = ops.make_schedule(case.seq_lens, block_size=16, num_parts=num_parts)
+    own, lse = ops.paged_attention(query, *rest, scale=0.2, return_lse=True)
+    assert torch.equal(own, ops.paged_attention(query, *rest, scale=0.2, schedule=schedule))
+    check(case, query, own, lse, tolerance)
+
+
+@kernels_on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threads, dtype, window):
+    """Bit for bit: alone, in a batch, on one thread or two, under any schedule."""
+    case = make_case([900, 5, 333, 0, 512], num_kv_heads=2, block_size=16, head_dim=64, group=2, dtype=dtype)
+    query, key_cache, value_cache, tables, lengths = arguments_of(case)
+    options = {"fixed_split": 128, "window": window, "return_lse": True}
+    threads(1)
+    wanted = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options)
+    for count in (1, 2, 3):
+        threads(count)
+        for num_parts in (None, 1, 5, 40):
+            schedule = None
+            if num_parts is not None:
+                schedule = ops.make_schedule(
+                    lengths, block_size=16, window=window, fixed_split=128, num_parts=num_parts
+                )
+            got = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options, schedule=schedule)
+            assert torch.equal(got[0], wanted[0])
+            assert torch.equal(got[1], wanted[1])
+        for row in range(5):
+            one = slice(row, row + 1)
+            got = ops.paged_attention(query[one], key_cache, value_cache, tables[one], lengths[one], **options)
+            assert torch.equal(got[0], wanted[0][one])
+            assert torch.equal(got[1], wanted[1][one])
+
+
+def test_parts_of_a_schedule_are_even():
+    lengths = ints(7, 1000, 0, 30, 2963)
+    schedule = ops.make_schedule(lengths, block_size=8, num_parts=4)
+    assert schedule.tolist() == [5, 0, 0, 0, 1, 992, 4, 960, 4, 1960, 5, 0]
+    window = ops.make_schedule(lengths, block_size=8, num_parts=2, window=100)
+    assert window.tolist() == [5, 0, 0, 0, 3, 8, 5, 0]
+    assert ops.make_schedule(ints(), block_size=8, num_parts=3).tolist() == [0] * 10
+    out = torch.empty(12, dtype=torch.int32)
+    assert ops.make_schedule(lengths, block_size=8, num_parts=4, out=out) is out
+    for wrong in ({"block_size": 0}, {"block_size": 8, "window": -1}, {"block_size": 8, "num_parts": 0}):
+        with pytest.raises(ArgumentError, match="wanted at least"):
+            ops.make_schedule(lengths, **wrong)
+    with pytest.raises(ArgumentError, match="`out`"):
+        ops.make_schedule(lengths, block_size=8, num_parts=4, out=out[:4])
+    with pytest.raises(ArgumentError, match="`seq_lens`"):
+        ops.make_schedule(lengths.long(), block_size=8)
+
+
+@kernels_on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bad_schedules_and_workspaces_are_refused(kernels, make_case, dtype):
+    case = make_case([40, 9], block_size=8, dtype=dtype)
+    query, *rest = arguments_of(case)
+    good = ops.make_schedule(case.seq_lens, block_size=8, num_parts=3)
+    out = torch.full_like(query, 77.0)
+
+    def attend(**options):
+        ops.paged_attention(query, *rest, out=out, **options)
+
+    bad = {
+        "3 sequences": (0, 3), "splits of 16": (1, 16), "row 1, position 0": (2, 1), "row 0, position 48": (5, 48),
+        "row 3, position": (4, 3), "row 0, position -8": (7, -8), "row 2, position 5": (9, 5),
+    }  # fmt: skip
+    for got, (entry, value) in bad.items():
+        schedule = good.clone()
+        schedule[entry] = value
+        with pytest.raises(ArgumentError, match=rf"`schedule`: wanted one that make_schedule made .* got .*{got}"):
+            attend(schedule=schedule)
+    for schedule in (good[:4], good[:-1]):
+        with pytest.raises(ArgumentError, match=r"`schedule`: .* entries"):
+            attend(schedule=schedule)
+    with pytest.raises(ArgumentError, match=r"`schedule`: wanted \[any\] int32"):
+        attend(schedule=good.long())
+    with pytest.raises(ArgumentError, match="`fixed_split`: wanted 0"):
+        attend(fixed_split=-1)
+    with pytest.raises(ArgumentError, match=r"`workspace`: wanted \[any\] uint8"):
+        attend(workspace=torch.zeros(100))
+    assert (out == 77).all()
+    if kernels.name == "native" and dtype is torch.float32:
+        with pytest.raises(ArgumentError, match="`workspace`: wanted at least"):
+            attend(schedule=good, workspace=torch.zeros(16, dtype=torch.uint8))
+        assert (out == 77).all()
+
+
+# --- moves between caches ---------------------------------------------------------------------------------------------
+
+
+@kernels_on_cpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+def test_swap_blocks_equals_indexing(kernels, dtype):
+    """Contiguous and strided, both ways; gaps of a strided target stay as they are."""
+    generator = torch.Generator().manual_seed(1)
+
+    def fresh(*shape):
+        return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+    sources = [fresh(5, 2, 4, 8), fresh(5, 4, 3, 6).transpose(1, 2), fresh(5, 4, 6)[:, ::2, 1:3]]
+    bases = [fresh(7, 2, 4, 8), fresh(7, 3, 4, 12), fresh(7, 2, 4)]
+    views = [bases[0], bases[1][..., ::2], bases[2].transpose(1, 2)[:, :2, :].transpose(1, 2)]
+    wanted = [base.clone() for base in bases]
+    wanted_views = [wanted[0], wanted[1][..., ::2], wanted[2].transpose(1, 2)[:, :2, :].transpose(1, 2)]
+    pairs = [(4, 6), (0, 1), (4, 0)]
+    for source, view in zip(sources, wanted_views, strict=True):
+        for block, target in pairs:
+            view[target] = source[block]
+    ops.swap_blocks(sources, views, pairs)
+    assert all(torch.equal(*pair) for pair in zip(bases, wanted, strict=True))
+    ops.swap_blocks(sources, views, [])
+    ops.swap_blocks(sources, views, torch.tensor([[1, 2]]))
+    assert torch.equal(views[0][2], sources[0][1])
+
+
+@kernels_on_cpu
+def test_bad_swaps_move_nothing(kernels):
+    source, target = torch.ones(3, 2, 4), torch.zeros(4, 2, 4)
+    for pairs, error, message in [
+        ([(3, 0)], SlotError, "wanted source blocks of 0 to 2, got 3 at row 0"),
+        ([(0, 0), (1, 4)], SlotError, "wanted destination blocks of 0 to 3, got 4 at row 1"),
+        ([(-1, 0)], SlotError, "wanted source blocks"),
+        ([(0, 1), (2, 1)], ArgumentError, "wanted destinations named once, got block 1 at row 1"),
+    ]:
+        with pytest.raises(error, match=message):
+            ops.swap_blocks([source], [target], pairs)
+    for sources, targets, message in [
+        ([], [], "`src`: wanted at least one cache"),
+        ([source], [target, target], "`dst`: wanted 1 caches"),
+        ([source], [target[:, :1]], "`dst`: wanted blocks of the shape and dtype of `src`"),
+        ([source], [target.half()], "`dst`: wanted blocks of the shape and dtype of `src`"),
+        ([source, source[:2]], [target, target], "`src`: wanted 3 blocks"),
+    ]:
+        with pytest.raises(ArgumentError, match=message):
+            ops.swap_blocks(sources, targets, [(0, 0)])
+    assert (target == 0).all()
+
+
+@kernels_on_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_gather_gives_back_what_was_written(kernels, make_case, dtype, layout):
+    case = make_case([0, 5, 17, 4], dtype=dtype, layout=layout)
+    caches, tables = (case.key_cache, case.value_cache), case.block_tables
+    key, value = ops.gather_kv(*caches, tables, case.seq_lens, layout=layout)
+    assert torch.equal(key, torch.cat(case.keys))
+    assert torch.equal(value, torch.cat(case.values))
+    starts = ints(1, 3, 10, 30, 36)
+    key, value = (torch.full((37, 2, 8), 7.0, dtype=dtype) for _ in range(2))
+    ops.gather_kv(*caches, tables, case.seq_lens, layout=layout, key=key, value=value, seq_start_loc=starts)
+    for row, length in enumerate(case.lengths):
+        rows = slice(int(starts[row]), int(starts[row]) + length)
+        assert torch.equal(key[rows], case.keys[row])
+        key[rows] = 7
+    assert (key == 7).all()
+    for wrong in (ints(1, 3, 7, 30, 36), ints(-1, 3, 10, 30, 36), ints(1, 3, 10, 30, 38), ints(1, 3, 10, 30, 33)):
+        with pytest.raises(ArgumentError, match="seq_start_loc"):
+            ops.gather_kv(*caches, tables, case.seq_lens, layout=layout, key=key, value=value, seq_start_loc=wrong)
+    with pytest.raises(ArgumentError, match="seq_lens"):
+        ops.gather_kv(*caches, tables[:, :2], case.seq_lens, layout=layout, key=key, value=value, seq_start_loc=starts)
+    tables[1, 0] = -1
+    with pytest.raises(SlotError, match="block_tables"):
+        ops.gather_kv(*caches, tables, case.seq_lens, layout=layout)
+    assert (key == 7).all()
