@@ -12,14 +12,17 @@ inline const void* check_norm_weight(const char* argument, const std::optional<T
   return weight->const_data_ptr();
 }
 
-template <class T>
-FusedParams<T> fused_params(const Tensor& query_out, const Tensor& qkv, const std::optional<Tensor>& q_weight,
-                            const std::optional<Tensor>& k_weight, const Tensor& cos_sin, const Tensor& positions,
-                            const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
-                            double eps) {
+template <class T, class C>
+FusedParams<T, C> fused_params(const Tensor& query_out, const Tensor& qkv, const std::optional<Tensor>& q_weight,
+                               const std::optional<Tensor>& k_weight, const Tensor& cos_sin, const Tensor& positions,
+                               const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
+                               double eps, const std::optional<Tensor>& key_scale,
+                               const std::optional<Tensor>& value_scale) {
   using A = accumulate_t<T>;
   const PoolShape pool = check_pool(key_cache, value_cache);
-  const ScalarType dtype = key_cache.scalar_type();
+  check_scales("key_scale", key_scale, key_cache, pool);
+  check_scales("value_scale", value_scale, value_cache, pool);
+  const ScalarType dtype = is_quantised<C> ? qkv.scalar_type() : key_cache.scalar_type();
   const int64_t D = pool.head_dim;
   if (D % 2 != 0) fail_argument("key_cache", "an even head dim, which turns in pairs", std::to_string(D));
   check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
@@ -38,7 +41,7 @@ FusedParams<T> fused_params(const Tensor& query_out, const Tensor& qkv, const st
   check_tensor("positions", positions, ScalarType::Long, key_cache, {num_tokens}, /*at_least=*/true);
   if (!(eps >= 0)) fail_argument("eps", "0 or more", std::to_string(eps));
 
-  FusedParams<T> params{};
+  FusedParams<T, C> params{};
   params.query_out = mutable_rows_of<T>(query_out);
   params.qkv = {static_cast<const T*>(qkv.const_data_ptr()), qkv.stride(0), D};
   params.q_weight = static_cast<const T*>(check_norm_weight("q_weight", q_weight, qkv, D));
@@ -46,8 +49,10 @@ FusedParams<T> fused_params(const Tensor& query_out, const Tensor& qkv, const st
   params.positions = list_of<int64_t>(positions);
   params.cos_sin = static_cast<const A*>(cos_sin.const_data_ptr());
   params.cos_sin_stride = cos_sin.stride(0);
-  params.key_cache = mutable_cache_of<T>(key_cache);
-  params.value_cache = mutable_cache_of<T>(value_cache);
+  params.key_cache = mutable_cache_of<C>(key_cache);
+  params.value_cache = mutable_cache_of<C>(value_cache);
+  params.key_scale = scales_of<float>(key_scale);
+  params.value_scale = scales_of<float>(value_scale);
   params.slot_mapping = list_of<int64_t>(slot_mapping);
   params.num_tokens = num_tokens;
   params.num_heads = num_heads;

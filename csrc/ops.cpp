@@ -110,10 +110,14 @@ void merge_attention(Tensor out, std::optional<Tensor> lse, Tensor out_a, Tensor
 
 void qk_norm_rope_write(Tensor query_out, Tensor qkv, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
                         Tensor cos_sin, Tensor positions, Tensor key_cache, Tensor value_cache, Tensor slot_mapping,
-                        double eps) {
-  with_float_type("key_cache", key_cache.scalar_type(), [&](auto zero) {
-    cpu::qk_norm_rope_write(fused_params<decltype(zero)>(query_out, qkv, q_weight, k_weight, cos_sin, positions,
-                                                         key_cache, value_cache, slot_mapping, eps));
+                        double eps, std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+  with_cache_types("qkv", qkv, key_cache, [&](auto number, auto code) {
+    using T = decltype(number);
+    using C = decltype(code);
+    const auto params = fused_params<T, C>(query_out, qkv, q_weight, k_weight, cos_sin, positions, key_cache,
+                                           value_cache, slot_mapping, eps, key_scale, value_scale);
+    check_fixed_scales(key_scale, value_scale);
+    cpu::qk_norm_rope_write(params);
   });
 }
 

@@ -78,5 +78,11 @@ KVPAGER_INSTANTIATE(float, float)
 KVPAGER_INSTANTIATE(double, double)
 KVPAGER_INSTANTIATE(float16, float16)
 KVPAGER_INSTANTIATE(bfloat16, bfloat16)
+KVPAGER_INSTANTIATE(float, int8_code)
+KVPAGER_INSTANTIATE(float16, int8_code)
+KVPAGER_INSTANTIATE(bfloat16, int8_code)
+KVPAGER_INSTANTIATE(float, fp8_e4m3)
+KVPAGER_INSTANTIATE(float16, fp8_e4m3)
+KVPAGER_INSTANTIATE(bfloat16, fp8_e4m3)
 
 }  // namespace kvpager::cpu

@@ -1,8 +1,10 @@
 // QK-norm, RoPE and slot write of one step's tokens in one pass over their fused QKV rows.
 //
-// A head's row is widened once, normed and turned in float, and rounded once: on its way to query_out or to its slot.
-// Values go to their slot as they are. Cost: one read of qkv, one write of query_out and of the slots.
+// A head's row is widened once, normed and turned in float, and rounded once: on its way to query_out, to its slot, or
+// to the codes of a quantised cache. Values go to their slot as they are, or as codes. Cost: one read of qkv, one write
+// of query_out and of the slots.
 #include "fused.h"
+#include "vec/quantise.h"
 #include "vec/transpose.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
@@ -63,6 +65,39 @@ void store_row(const float* wide, int64_t D, T* target) {
   }
 }
 
+// Where a row goes: a head of a slot.
+struct Place {
+  int64_t block, head, offset;
+};
+
+// A row of floats to its place in a cache, rounded; in a quantised one with its own scale, or under the one of all.
+template <class C>
+void write_row(const float* wide, int64_t D, const Cache<C>& cache, const Scales<float>& scales, const Place& place) {
+  C* target = cache.at(place.block, place.head, place.offset);
+  if constexpr (!is_quantised<C>) {
+    store_row(wide, D, target);
+  } else if (scales.fixed) {
+    store_codes(wide, D, 1.0f / *scales.data, target);
+  } else {
+    *scales.at(place.block, place.head, place.offset) = quantise_row(wide, D, target);
+  }
+}
+
+// Like write_row, of a row that is as it was given.
+template <class T, class C>
+void write_given(const T* row, int64_t D, const Cache<C>& cache, const Scales<float>& scales, const Place& place,
+                 float* wide) {
+  if constexpr (!is_quantised<C>) {
+    memcpy(cache.at(place.block, place.head, place.offset), row, D * sizeof(T));
+  } else {
+    for (int64_t d = 0; d < D; d += kWidth) {
+      const int64_t count = vector_at(d, D);
+      store_up_to(wide + d, load_up_to(row + d, count), count);
+    }
+    write_row(wide, D, cache, scales, place);
+  }
+}
+
 }  // namespace
 
 template <class T, class C>
@@ -77,11 +112,11 @@ void fuse_tokens(const FusedParams<T, C>& p, int64_t begin, int64_t end, float* 
     }
     const int64_t slot = p.slot_mapping[token];
     if (slot < 0) continue;
-    const int64_t block = slot / S, offset = slot % S;
     for (int64_t head = 0; head < K; ++head) {
+      const Place place{slot / S, head, slot % S};
       norm_and_turn(p.qkv.at(token, H + head), p.k_weight, cos_sin, D, p.eps, row);
-      store_row(row, D, p.key_cache.at(block, head, offset));
-      memcpy(p.value_cache.at(block, head, offset), p.qkv.at(token, H + K + head), D * sizeof(T));
+      write_row(row, D, p.key_cache, p.key_scale, place);
+      write_given(p.qkv.at(token, H + K + head), D, p.value_cache, p.value_scale, place, row);
     }
   }
 }
@@ -90,5 +125,11 @@ void fuse_tokens(const FusedParams<T, C>& p, int64_t begin, int64_t end, float* 
 KVPAGER_INSTANTIATE(float, float)
 KVPAGER_INSTANTIATE(float16, float16)
 KVPAGER_INSTANTIATE(bfloat16, bfloat16)
+KVPAGER_INSTANTIATE(float, int8_code)
+KVPAGER_INSTANTIATE(float16, int8_code)
+KVPAGER_INSTANTIATE(bfloat16, int8_code)
+KVPAGER_INSTANTIATE(float, fp8_e4m3)
+KVPAGER_INSTANTIATE(float16, fp8_e4m3)
+KVPAGER_INSTANTIATE(bfloat16, fp8_e4m3)
 
 }  // namespace kvpager::cpu::KVPAGER_ISA

@@ -246,9 +246,12 @@ def check_fused(
     slot_mapping: Tensor,
     *,
     eps: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Metadata of `qk_norm_rope_write`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
+    check_scales(key_scale, value_scale, key_cache)
     device = key_cache.device
     if D % 2:
         raise ArgumentError("key_cache", "an even head dim, which turns in pairs", D)
@@ -261,11 +264,11 @@ def check_fused(
         raise ArgumentError("query_out", f"a number of heads that is a multiple of the {K} kv heads", f"{H} heads")
     _check_rows("query_out", query_out, "[T, H, D]", key_cache, H, D)
     width = (H + 2 * K) * D
-    _check_vectors("qkv", qkv, 2, width, key_cache.dtype, device)
-    _check_vectors("cos_sin", cos_sin, 2, D, accumulate_dtype(key_cache.dtype), device)
+    _check_vectors("qkv", qkv, 2, width, query_out.dtype, device)
+    _check_vectors("cos_sin", cos_sin, 2, D, accumulate_dtype(query_out.dtype), device)
     for argument, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
-            _check_vectors(argument, weight, 1, D, key_cache.dtype, device)
+            _check_vectors(argument, weight, 1, D, query_out.dtype, device)
     rows = slot_mapping.shape[0]
     for argument, tensor in (("query_out", query_out), ("qkv", qkv), ("positions", positions)):
         if tensor.shape[0] < rows:

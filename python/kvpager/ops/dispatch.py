@@ -97,9 +97,9 @@ def _merge_attention(out: Tensor, lse: Tensor | None, *parts: Tensor) -> None:
     _store(out, lse, reference.merge_attention(*parts))
 
 
-def _qk_norm_rope_write(*inputs: Any, eps: float) -> None:
-    checks.check_fused(*inputs, eps=eps)
-    reference_fused.qk_norm_rope_write(*inputs, eps=eps)
+def _qk_norm_rope_write(*inputs: Any, **options: Any) -> None:
+    checks.check_fused(*inputs, **options)
+    reference_fused.qk_norm_rope_write(*inputs, **options)
 
 
 def _copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:

@@ -19,6 +19,8 @@ def qk_norm_rope_write(
     slot_mapping: Tensor,
     *,
     eps: float,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """See `kvpager.ops.qk_norm_rope_write`; caches are HND."""
     T, H = slot_mapping.shape[0], query_out.shape[1]
@@ -26,11 +28,16 @@ def qk_norm_rope_write(
     positions = positions[:T]
     checks.check_position_values(positions, cos_sin.shape[0])
     checks.check_slot_values(slot_mapping, N * S)
+    checks.check_scale_values(key_scale, value_scale)
     query, key, value = torch.split(qkv[:T].view(T, H + 2 * K, D), [H, K, K], dim=1)
     angles = cos_sin[positions].unsqueeze(1)  # [T, 1, D]
     query_out[:T] = rotate(rms_norm(query, q_weight, eps), angles).to(query_out.dtype)
-    key = rotate(rms_norm(key, k_weight, eps), angles).to(qkv.dtype)
-    write_kv(key, value, key_cache, value_cache, slot_mapping)
+    key = rotate(rms_norm(key, k_weight, eps), angles)
+    dtype = qkv.dtype if key_scale is None else key.dtype  # codes are made of the wide numbers, so nothing rounds twice
+    write_kv(
+        key.to(dtype), value.to(dtype), key_cache, value_cache, slot_mapping,
+        key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

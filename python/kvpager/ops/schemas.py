@@ -35,7 +35,8 @@ SCHEMAS = {
     ),
     "qk_norm_rope_write": (
         "(Tensor(a!) query_out, Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos_sin, Tensor positions, "
-        "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, *, float eps) -> ()"
+        "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, *, float eps, "
+        "Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None) -> ()"
     ),
     "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
     "swap_blocks": "(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()",

@@ -4,14 +4,14 @@ Cascade attention: all queries of the batch attend to the shared prefix as rows 
 to its own suffix, and the two results are merged by log-sum-exp. The idea is that of Hydragen (arXiv:2402.05099).
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
 from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
-from kvpager.ops.layout import Layout
+from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
 
 
 @overload
@@ -27,6 +27,8 @@ def shared_prefix_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -43,6 +45,8 @@ def shared_prefix_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -58,6 +62,8 @@ def shared_prefix_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     layout: Layout = "HND",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -75,7 +81,9 @@ def shared_prefix_attention(
         scale: factor of the scores; 1 / √D if None.
         softcap: as in `paged_attention`.
         sinks: as in `paged_attention`.
-        layout: axes of the caches.
+        key_scale: as in `paged_attention`.
+        value_scale: as in `paged_attention`.
+        layout: axes of the caches (and of scales with three dimensions).
         return_lse: return lse too.
 
     Returns:
@@ -88,23 +96,19 @@ def shared_prefix_attention(
     O(T · prefix_len · H · D + what the ops cost on the suffixes) arithmetic; the prefix's K and V are read once for
     some 200 rows of T · H / K. It pays when the prefix is long against the suffixes and several sequences share it.
     """
-    if prefix_len == 0 or block_tables.shape[0] == 0:
-        return _attend(
-            query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, softcap, sinks, layout,
-            return_lse,
-        )  # fmt: skip
-    S = key_cache.shape[2 if layout == "HND" else 1]
-    shared = _check_prefix(block_tables, prefix_len, S)
-    suffix = _attend(
-        query, key_cache, value_cache, block_tables[:, shared:], seq_lens - prefix_len, query_start_loc, scale,
-        softcap, sinks, layout, True,
-    )  # fmt: skip
-    rows = len(query) if query_start_loc is None else int(query_start_loc[-1])
-    prefix = _attend_prefix(
-        query[:rows], key_cache, value_cache, block_tables[:1, :shared], prefix_len, scale, softcap, layout
+    caches = as_hnd(key_cache, value_cache, layout)
+    key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
+    options = {"scale": scale, "softcap": softcap, "key_scale": key_scale, "value_scale": value_scale}
+    if block_tables.shape[0] == 0:
+        prefix_len = 0
+    shared = _check_prefix(block_tables, prefix_len, caches[0].shape[2])
+    out, lse = _attend(
+        query, caches, block_tables[:, shared:], query_start_loc, seq_lens - prefix_len, {**options, "sinks": sinks}
     )
-    out, lse = suffix  # rows past the last sequence see nothing, neither there nor here
-    merge_attention(*prefix, out[:rows], lse[:rows], out=out[:rows], lse=lse[:rows])
+    if prefix_len > 0:
+        rows = len(query) if query_start_loc is None else int(query_start_loc[-1])  # rows past them see nothing
+        prefix = _attend_prefix(query[:rows], caches, block_tables[:1, :shared], prefix_len, options)
+        merge_attention(*prefix, out[:rows], lse[:rows], out=out[:rows], lse=lse[:rows])
     return (out, lse) if return_lse else out
 
 
@@ -116,7 +120,7 @@ def _check_prefix(block_tables: Tensor, prefix_len: int, block_size: int) -> int
         raise ArgumentError("prefix_len", wanted, prefix_len)
     shared = prefix_len // block_size
     if block_tables.device.type == "cpu":
-        differs = (block_tables[:, :shared] != block_tables[0, :shared]).nonzero()
+        differs = (block_tables[:, :shared] != block_tables[:1, :shared]).nonzero()
         if len(differs):
             row, column = differs[0].tolist()
             wanted = f"the same first {shared} entries in every row (`prefix_len` {prefix_len})"
@@ -126,47 +130,26 @@ def _check_prefix(block_tables: Tensor, prefix_len: int, block_size: int) -> int
 
 def _attend(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     block_tables: Tensor,
-    seq_lens: Tensor,
     query_start_loc: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    layout: Layout,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    seq_lens: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
     if query_start_loc is None:
-        return paged_attention(  # type: ignore[call-overload,no-any-return]  # one of the two overloads fits
-            query, key_cache, value_cache, block_tables, seq_lens,
-            scale=scale, softcap=softcap, sinks=sinks, layout=layout, return_lse=return_lse,
-        )  # fmt: skip
-    return paged_prefill(  # type: ignore[call-overload,no-any-return]
-        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-        scale=scale, softcap=softcap, sinks=sinks, layout=layout, return_lse=return_lse,
-    )  # fmt: skip
+        return paged_attention(query, *caches, block_tables, seq_lens, return_lse=True, **options)
+    return paged_prefill(query, *caches, block_tables, query_start_loc, seq_lens, return_lse=True, **options)
 
 
 def _attend_prefix(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    table: Tensor,
-    prefix_len: int,
-    scale: float | None,
-    softcap: float,
-    layout: Layout,
+    query: Tensor, caches: tuple[Tensor, Tensor], table: Tensor, prefix_len: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """All queries [T, H, D] over all of one sequence: as one token with T times as many query heads on each kv head."""
     T, H, D = query.shape
-    K = key_cache.shape[1 if layout == "HND" else 2]
-    heads = query.view(T, K, H // K, D).transpose(0, 1).reshape(1, K * T * (H // K), D)  # by kv head, token, member
+    K = caches[0].shape[1]
+    heads = query.view(T, K, H // K, D).transpose(0, 1).reshape(1, T * H, D)  # by kv head, then token, then member
     bounds = torch.tensor([0, 1, prefix_len], dtype=torch.int32, device=query.device)
-    out, lse = paged_prefill(
-        heads, key_cache, value_cache, table, bounds[:2], bounds[2:],
-        scale=scale, softcap=softcap, layout=layout, return_lse=True,
-    )  # fmt: skip
+    out, lse = _attend(heads, caches, table, bounds[:2], bounds[2:], options)
     by_token = (K, T, H // K)
     return (
         out.view(*by_token, D).transpose(0, 1).reshape(T, H, D),
