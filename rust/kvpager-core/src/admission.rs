@@ -122,15 +122,15 @@ impl BlockManager {
         reserve_slots(slots, num_slots, "token_ids")?;
         let row = self.sequences.insert(sequence_id) as usize;
         let Self { config, pool, copies, sequences, matching, .. } = self;
-        let SequenceTable { rows, chains, .. } = sequences;
+        let SequenceTable { rows, chains, spare, .. } = sequences;
         let namespace = if config.prefix_caching() {
             encode_namespace(prompt.salt, prompt.adapter, &mut matching.bytes);
             pool.index.acquire_namespace(&matching.bytes)
         } else {
             NO_KEY
         };
-        chains[row].start(prompt.token_ids, prompt.items, namespace);
-        chains[row].num_indexed = matching.blocks.len();
+        let tokens = (prompt.token_ids, matching.blocks.len());
+        chains[row].start(tokens, (prompt.items, config.block_size()), namespace, spare);
         for &block in &matching.blocks {
             pool.attach(block);
         }
@@ -142,7 +142,6 @@ impl BlockManager {
         let sequence = &mut rows[row];
         sequence.table.extend_from_slice(&matching.blocks);
         sequence.length = num_computed_tokens;
-        chains[row].computed = num_computed_tokens;
         append_run(config, pool, copies, sequence, num_slots, slots);
         if config.prefix_caching() {
             if resumed {

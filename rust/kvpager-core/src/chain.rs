@@ -2,9 +2,10 @@
 //!
 //! Ids are known or not: those of a prompt are kept whole from the start, others come with an append or a commit, and
 //! a position whose id never came stays a gap. Blocks enter the index one after the other, `num_indexed` of them so far;
-//! the first that can't ends it for good (until a truncation takes that block away).
+//! the first that can't ends it for good (until a truncation takes that block away). What entered has its ids in the
+//! index, so they are dropped here: `base` is the position of the first id that is kept, a block boundary.
 //!
-//! Costs: O(ids given) for everything, plus, where ids came out of order, O(ids behind the first gap).
+//! Costs: O(ids given) for everything, plus, where ids came out of order, O(ids kept).
 
 use std::sync::Arc;
 
@@ -30,16 +31,18 @@ pub(crate) struct KeptItem {
 #[derive(Clone, Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Chain {
-    /// By position, [`UNKNOWN`] in a gap. Longer than the sequence while a prompt is not all there.
+    /// From `base` on by position, [`UNKNOWN`] in a gap. Past the length while a prompt is not all there.
     ids: Vec<TokenId>,
-    /// Leading ids without a gap.
-    num_known: usize,
+    /// Ids before are those of blocks that entered the index.
+    base: u64,
     /// Leading blocks that are nodes of the index, each the child of the one before.
     pub(crate) num_indexed: usize,
     /// Tokens whose keys and values are known to be written. Kept with the index only; without it, all are.
     pub(crate) computed: u64,
     /// Slot of the namespace.
     pub(crate) namespace: u32,
+    /// Whether there may be gaps.
+    has_gaps: bool,
     /// Older than the last reset of the index: its content must not enter.
     pub(crate) is_stale: bool,
     /// Sorted and disjoint; none for most.
@@ -48,10 +51,10 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Ids at and past `length` that are kept: the rest of a prompt.
+    /// Whether ids at and past `length` are kept: the rest of a prompt.
     #[inline]
     pub(crate) fn has_ids_past(&self, length: u64) -> bool {
-        self.ids.len() as u64 > length
+        self.base + self.ids.len() as u64 > length
     }
 
     /// The first id among those for the positions from `position` on that differs from a kept one: its position, the
@@ -61,7 +64,7 @@ impl Chain {
         position: u64,
         token_ids: &[TokenId],
     ) -> Option<(u64, TokenId, TokenId)> {
-        let kept = self.ids.get(usize::try_from(position).ok()?..)?;
+        let kept = self.ids.get((position - self.base) as usize..)?;
         let at = kept.iter().zip(token_ids).position(|(kept, id)| *kept != UNKNOWN && kept != id)?;
         Some((position + at as u64, kept[at], token_ids[at]))
     }
@@ -69,10 +72,7 @@ impl Chain {
     /// Keeps the id of the token at `position`, which was just appended.
     #[inline]
     pub(crate) fn append_one(&mut self, position: u64, token_id: TokenId) {
-        if position as usize == self.ids.len() {
-            if self.num_known == self.ids.len() {
-                self.num_known += 1;
-            }
+        if position == self.base + self.ids.len() as u64 {
             self.ids.push(token_id);
         } else {
             self.append(position, &[token_id]);
@@ -81,27 +81,23 @@ impl Chain {
 
     /// Keeps the ids of tokens from `position` on, which agree with what is kept already.
     pub(crate) fn append(&mut self, position: u64, token_ids: &[TokenId]) {
-        let position = position as usize;
-        if position > self.ids.len() {
-            self.ids.resize(position, UNKNOWN);
+        let at = (position - self.base) as usize;
+        if at > self.ids.len() {
+            self.ids.resize(at, UNKNOWN);
+            self.has_gaps = true;
         }
-        let num_kept = (self.ids.len() - position).min(token_ids.len());
-        let is_whole = self.num_known == self.ids.len();
+        let num_kept = (self.ids.len() - at).min(token_ids.len());
         self.ids.extend_from_slice(&token_ids[num_kept..]);
-        if is_whole {
-            self.num_known = self.ids.len();
-        }
     }
 
     /// Takes the id of the one token between the computed ones and `n`, if that is all that is missing.
     #[inline]
     pub(crate) fn commit_next(&mut self, n: u64, token_id: TokenId) -> bool {
-        let computed = self.computed as usize;
-        if self.computed + 1 != n || self.num_known != computed || self.ids.len() != computed {
+        let num_kept = self.base + self.ids.len() as u64;
+        if self.computed + 1 != n || num_kept != self.computed || self.has_gaps {
             return false;
         }
         self.ids.push(token_id);
-        self.num_known += 1;
         self.computed = n;
         true
     }
@@ -109,7 +105,6 @@ impl Chain {
     /// Takes back the last [`commit_next`](Self::commit_next).
     pub(crate) fn uncommit_last(&mut self) {
         self.ids.pop();
-        self.num_known -= 1;
         self.computed -= 1;
     }
 
@@ -122,47 +117,73 @@ impl Chain {
     /// How many of the first `n` ids are not known.
     #[inline]
     pub(crate) fn num_unknown(&self, n: u64) -> u64 {
-        let num_kept = self.ids.len().min(n as usize);
-        let missing = n - num_kept as u64;
-        if self.num_known >= num_kept {
+        let wanted = n.saturating_sub(self.base);
+        let num_kept = self.ids.len().min(wanted as usize);
+        let missing = wanted - num_kept as u64;
+        if !self.has_gaps {
             return missing;
         }
-        missing + self.ids[self.num_known..num_kept].iter().filter(|&&id| id == UNKNOWN).count() as u64
+        missing + self.ids[..num_kept].iter().filter(|&&id| id == UNKNOWN).count() as u64
     }
 
     /// Fills the unknown ids among the first `n` in order, from the front of `token_ids`; returns the rest.
     pub(crate) fn fill<'a>(&mut self, n: u64, mut token_ids: &'a [TokenId]) -> &'a [TokenId] {
-        let n = n as usize;
-        for at in self.num_known..self.ids.len().min(n) {
-            if self.ids[at] == UNKNOWN {
-                self.ids[at] = token_ids[0];
+        let wanted = n.saturating_sub(self.base) as usize;
+        if self.has_gaps {
+            let num_kept = self.ids.len().min(wanted);
+            for id in self.ids[..num_kept].iter_mut().filter(|id| **id == UNKNOWN) {
+                *id = token_ids[0];
                 token_ids = &token_ids[1..];
             }
+            self.has_gaps = self.ids.contains(&UNKNOWN);
         }
-        while self.num_known < self.ids.len() && self.ids[self.num_known] != UNKNOWN {
-            self.num_known += 1;
-        }
-        let num_missing = n.saturating_sub(self.ids.len());
-        let (missing, rest) = token_ids.split_at(num_missing);
-        let is_whole = self.num_known == self.ids.len();
+        let (missing, rest) = token_ids.split_at(wanted.saturating_sub(self.ids.len()));
         self.ids.extend_from_slice(missing);
-        if is_whole {
-            self.num_known = self.ids.len();
-        }
         rest
     }
 
-    /// The ids of the positions `start..stop`, if all are known.
+    /// The ids of the positions `start..stop`, if all are known and kept here.
     #[inline]
-    pub(crate) fn known(&self, start: usize, stop: usize) -> Option<&[TokenId]> {
-        let ids = self.ids.get(start..stop)?;
-        (stop <= self.num_known || !ids.contains(&UNKNOWN)).then_some(ids)
+    pub(crate) fn known(&self, start: u64, stop: u64) -> Option<&[TokenId]> {
+        let ids = self.ids.get(start.checked_sub(self.base)? as usize..(stop - self.base) as usize)?;
+        (!self.has_gaps || !ids.contains(&UNKNOWN)).then_some(ids)
     }
 
-    /// Takes the ids and items of a prompt; the row is empty.
-    pub(crate) fn start(&mut self, token_ids: &[TokenId], items: &[Item<'_>], namespace: u32) {
-        self.ids.extend_from_slice(token_ids);
-        self.num_known = token_ids.len();
+    /// Whether the ids of the block at `start` were dropped, for the index has them.
+    pub(crate) fn has_dropped(&self, start: u64) -> bool {
+        start < self.base
+    }
+
+    /// Drops the ids of blocks that entered the index, where that moves no more of the others.
+    #[inline]
+    pub(crate) fn drop_indexed(&mut self, block_size: u64, spare: &mut SpareIds) {
+        let behind = self.num_indexed as u64 * block_size;
+        let num_dropped = (behind - self.base) as usize;
+        if num_dropped == self.ids.len() {
+            self.ids.clear();
+            spare.give_back(&mut self.ids);
+        } else if num_dropped * 2 >= self.ids.len() {
+            self.ids.drain(..num_dropped);
+        } else {
+            return;
+        }
+        self.base = behind;
+    }
+
+    /// Takes the ids and items of a prompt, the first of which the index has; the row is empty.
+    pub(crate) fn start(
+        &mut self,
+        (token_ids, num_indexed): (&[TokenId], usize),
+        (items, block_size): (&[Item<'_>], u64),
+        namespace: u32,
+        spare: &mut SpareIds,
+    ) {
+        self.base = num_indexed as u64 * block_size;
+        self.computed = self.base;
+        self.num_indexed = num_indexed;
+        let kept = &token_ids[self.base as usize..];
+        spare.take_for(&mut self.ids, kept.len());
+        self.ids.extend_from_slice(kept);
         self.namespace = namespace;
         if !items.is_empty() {
             let kept = items.iter().map(|item| KeptItem {
@@ -175,10 +196,22 @@ impl Chain {
     }
 
     /// Becomes the chain of a fork of the first `n` tokens; the row is empty. The caller counts the namespace.
-    pub(crate) fn fork_from(&mut self, parent: &Self, n: u64, block_size: u64) {
-        let num_kept = parent.ids.len().min(n as usize);
-        self.ids.extend_from_slice(&parent.ids[..num_kept]);
-        self.num_known = parent.num_known.min(num_kept);
+    /// `cut` are the ids of the index's block that `n` lies in.
+    pub(crate) fn fork_from<'a>(
+        &mut self,
+        parent: &Self,
+        n: u64,
+        block_size: u64,
+        cut: impl FnOnce() -> &'a [TokenId],
+    ) {
+        if n < parent.base {
+            self.restore(n, block_size, cut);
+        } else {
+            let num_kept = parent.ids.len().min((n - parent.base) as usize);
+            self.ids.extend_from_slice(&parent.ids[..num_kept]);
+            self.base = parent.base;
+            self.has_gaps = parent.has_gaps;
+        }
         self.num_indexed = parent.num_indexed.min((n / block_size) as usize);
         self.computed = n;
         self.namespace = parent.namespace;
@@ -187,14 +220,29 @@ impl Chain {
         self.cut_items(n);
     }
 
-    /// Forgets every id at or past `n`, and what the index had of it.
-    pub(crate) fn truncate(&mut self, n: u64, block_size: u64) {
-        self.ids.truncate(n as usize);
-        self.num_known = self.num_known.min(n as usize);
+    /// Forgets every id at or past `n`, and what the index had of it. `cut` are the ids of the index's block that `n`
+    /// lies in.
+    pub(crate) fn truncate<'a>(&mut self, n: u64, block_size: u64, cut: impl FnOnce() -> &'a [TokenId]) {
+        if n < self.base {
+            self.restore(n, block_size, cut);
+        } else {
+            self.ids.truncate((n - self.base) as usize);
+        }
         self.num_indexed = self.num_indexed.min((n / block_size) as usize);
         self.computed = self.computed.min(n);
         self.is_stale &= n > 0;
         self.cut_items(n);
+    }
+
+    /// Keeps exactly the ids between the start of the block that `n` lies in and `n`.
+    fn restore<'a>(&mut self, n: u64, block_size: u64, cut: impl FnOnce() -> &'a [TokenId]) {
+        let offset = n % block_size;
+        self.ids.clear();
+        if offset > 0 {
+            self.ids.extend_from_slice(&cut()[..offset as usize]);
+        }
+        self.base = n - offset;
+        self.has_gaps = false;
     }
 
     fn cut_items(&mut self, n: u64) {
@@ -216,13 +264,46 @@ impl Chain {
         *self = Self { ids, namespace: NO_KEY, ..Self::default() };
     }
 
-    /// What is wrong with the counts, for the audit.
-    pub(crate) fn fault(&self) -> Option<String> {
-        let found = self.ids.iter().position(|&id| id == UNKNOWN).unwrap_or(self.ids.len());
-        if found == self.num_known {
-            return None;
+    /// What is wrong with the marks, for the audit.
+    pub(crate) fn fault(&self, block_size: u64) -> Option<String> {
+        if !self.has_gaps && self.ids.contains(&UNKNOWN) {
+            return Some("a token id is not known, but no gap is marked".to_owned());
         }
-        Some(format!("{} leading token ids known, but {found} found", self.num_known))
+        if self.base > self.computed || !self.base.is_multiple_of(block_size) {
+            return Some(format!("token ids kept from {} on, of {} computed", self.base, self.computed));
+        }
+        None
+    }
+}
+
+/// Memory for the ids of long prompts, which rows need from the admission to the commit only: handed from one to the
+/// next, so that it stays warm.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SpareIds {
+    long: Vec<Vec<TokenId>>,
+    /// What rows had before, to be given back to them.
+    short: Vec<Vec<TokenId>>,
+}
+
+impl SpareIds {
+    /// Ids that are worth it.
+    const LONG: usize = 256;
+    /// Prompts that are on their way at once, mostly.
+    const MOST: usize = 64;
+
+    fn take_for(&mut self, ids: &mut Vec<TokenId>, num_ids: usize) {
+        if num_ids > Self::LONG
+            && ids.capacity() < num_ids
+            && let Some(long) = self.long.pop()
+        {
+            self.short.push(std::mem::replace(ids, long));
+        }
+    }
+
+    fn give_back(&mut self, ids: &mut Vec<TokenId>) {
+        if ids.capacity() > Self::LONG && self.long.len() < Self::MOST {
+            self.long.push(std::mem::replace(ids, self.short.pop().unwrap_or_default()));
+        }
     }
 }
 
@@ -239,24 +320,46 @@ mod tests {
         assert_eq!((chain.known(0, 2), chain.known(3, 5)), (None, Some(&[13, 14][..])));
         assert_eq!(chain.first_conflict(2, &[99, 13, 15]), Some((4, 14, 15)));
         assert_eq!(chain.fill(2, &[11, 12]), [12]);
-        assert_eq!((chain.num_known, chain.known(1, 2), chain.known(2, 3)), (2, Some(&[11][..]), None));
+        assert_eq!((chain.known(1, 2), chain.known(2, 3)), (Some(&[11][..]), None));
         assert_eq!(chain.fill(7, &[12, 15, 16]), [0_u32; 0]);
         assert_eq!(chain.known(0, 7), Some(&[10, 11, 12, 13, 14, 15, 16][..]));
-        assert_eq!(chain.fault(), None);
-        chain.num_known = 3;
-        assert!(chain.fault().is_some());
+        assert_eq!(chain.fault(2), None);
+        chain.ids[2] = UNKNOWN;
+        assert!(chain.fault(2).is_some());
+    }
+
+    fn prompt(chain: &mut Chain, items: &[Item<'_>], spare: &mut SpareIds) {
+        chain.start((&[1, 2, 3, 4, 5, 6], 0), (items, 2), 0, spare);
     }
 
     #[test]
     fn truncation_forgets_and_cuts() {
         let mut chain = Chain::default();
         let items = [Item { start: 1, stop: 4, key: "x" }, Item { start: 5, stop: 6, key: "y" }];
-        chain.start(&[1, 2, 3, 4, 5, 6], &items, 0);
+        prompt(&mut chain, &items, &mut SpareIds::default());
         let mut fork = Chain::default();
-        fork.fork_from(&chain, 2, 2);
+        fork.fork_from(&chain, 2, 2, || &[]);
         assert_eq!(fork.items.as_ref().map(|items| (items.len(), items[0].stop)), Some((1, 2)));
         assert!(chain.has_ids_past(4) && !fork.has_ids_past(2));
-        chain.truncate(1, 2);
+        chain.truncate(1, 2, || &[]);
         assert!(chain.items.is_none() && chain.num_unknown(3) == 2);
+    }
+
+    #[test]
+    fn what_the_index_has_is_dropped_and_restored() {
+        let (mut chain, mut spare) = (Chain::default(), SpareIds::default());
+        prompt(&mut chain, &[], &mut spare);
+        (chain.computed, chain.num_indexed) = (4, 1);
+        chain.drop_indexed(2, &mut spare); // would move more than it drops
+        assert_eq!(chain.known(0, 2), Some(&[1, 2][..]));
+        chain.num_indexed = 2;
+        chain.drop_indexed(2, &mut spare);
+        assert_eq!((chain.known(0, 2), chain.known(4, 6)), (None, Some(&[5, 6][..])));
+        assert!(chain.has_dropped(2) && !chain.has_dropped(4));
+        let mut fork = Chain::default();
+        fork.fork_from(&chain, 3, 2, || &[3, 4]);
+        assert_eq!((fork.known(2, 3), fork.num_unknown(3), fork.fault(2)), (Some(&[3][..]), 0, None));
+        chain.truncate(1, 2, || &[1, 2]);
+        assert_eq!((chain.known(0, 1), chain.num_unknown(2)), (Some(&[1][..]), 1));
     }
 }

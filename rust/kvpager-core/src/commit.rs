@@ -198,7 +198,8 @@ impl BlockManager {
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
     fn index_full_blocks(&mut self, row: usize, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
-        let (chain, table) = (&mut sequences.chains[row], &mut sequences.rows[row].table);
+        let SequenceTable { rows, chains, spare, .. } = sequences;
+        let (chain, table) = (&mut chains[row], &mut rows[row].table);
         let block_size = config.block_size() as usize;
         let (first, behind) = (before as usize / block_size, n as usize / block_size);
         if first != chain.num_indexed || chain.is_stale {
@@ -209,11 +210,11 @@ impl BlockManager {
             _ => pool.index.parent(table[first - 1]),
         };
         for logical in first..behind {
-            let start = logical * block_size;
+            let start = (logical * block_size) as u64;
             let block = table[logical];
-            let Some(token_ids) = chain.known(start, start + block_size) else { return };
+            let Some(token_ids) = chain.known(start, start + block_size as u64) else { break };
             if pool.has(block, INDEXED) {
-                return;
+                break;
             }
             let (mut key, mut key_hash) = (crate::keys::NO_KEY, [0, 0]);
             if chain.items.is_some() {
@@ -233,6 +234,7 @@ impl BlockManager {
             }
             chain.num_indexed += 1;
         }
+        chain.drop_indexed(block_size as u64, spare);
     }
 
     #[inline]

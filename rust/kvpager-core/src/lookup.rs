@@ -3,6 +3,7 @@
 //! Costs: O(1) to find a sequence or a token, O(what is written) otherwise.
 
 use crate::append::reserve_slots;
+use crate::sequence::Sequence;
 use crate::{BlockId, BlockManager, Error, Result, SequenceId, Slot};
 
 impl BlockManager {
@@ -132,7 +133,19 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn longest_table(&self, ids: &[SequenceId]) -> Result<usize> {
-        ids.iter().try_fold(0, |longest, &id| Ok(longest.max(self.block_table(id)?.len())))
+        let mut longest = 0;
+        for (at, &id) in ids.iter().enumerate() {
+            longest = longest.max(self.sequence_near(id, at)?.table.len());
+        }
+        Ok(longest)
+    }
+
+    /// The sequence named at place `at` of a batch, looked for where the last batch found its own.
+    #[inline]
+    fn sequence_near(&self, sequence_id: SequenceId, at: usize) -> Result<&Sequence> {
+        let guess = self.scratch.rows.get(at).copied().unwrap_or(u32::MAX);
+        let row = self.sequences.find_near(sequence_id, guess)?;
+        Ok(&self.sequences.rows[row as usize])
     }
 
     /// Writes the tables of a batch into `out`, ids × `max_blocks` entries, row by row, each padded with −1.
@@ -168,10 +181,10 @@ impl BlockManager {
         if max_blocks == 0 {
             return Ok(());
         }
-        for (row, &id) in out.chunks_exact_mut(max_blocks).zip(ids) {
-            let table = self.block_table(id)?;
+        for (at, (row, &id)) in out.chunks_exact_mut(max_blocks).zip(ids).enumerate() {
+            let table = &self.sequence_near(id, at)?.table;
             let (entries, padding) = row.split_at_mut(table.len());
-            for (entry, &block) in entries.iter_mut().zip(table) {
+            for (entry, &block) in entries.iter_mut().zip(&**table) {
                 *entry = block as i32;
             }
             padding.fill(-1);
@@ -199,8 +212,8 @@ impl BlockManager {
         if ids.len() != out.len() {
             return Err(Error::argument("out", format!("{} entries", ids.len()), out.len()));
         }
-        for (entry, &id) in out.iter_mut().zip(ids) {
-            let length = self.sequence_length(id)?;
+        for (at, (entry, &id)) in out.iter_mut().zip(ids).enumerate() {
+            let length = self.sequence_near(id, at)?.length;
             *entry = i32::try_from(length).map_err(|_| {
                 Error::argument(
                     "ids",

@@ -144,7 +144,10 @@ impl BlockManager {
         let sequence = &mut self.sequences.rows[row as usize];
         sequence.length = n;
         sequence.open = 0; // the new tail may be shared
-        self.sequences.chains[row as usize].truncate(n, self.config.block_size());
+        let (pool, block_size) = (&self.pool, self.config.block_size());
+        let SequenceTable { rows, chains, .. } = &mut self.sequences;
+        let table = &rows[row as usize].table;
+        chains[row as usize].truncate(n, block_size, || pool.index.tokens_of(table[table.len() - 1]));
         Ok(())
     }
 
@@ -193,8 +196,11 @@ impl BlockManager {
         for &block in &*sequence.table {
             self.pool.share(block);
         }
-        let [parent_chain, chain] = self.sequences.pair_of_chains(parent_row, child_row);
-        chain.fork_from(parent_chain, num_tokens, self.config.block_size());
+        let chains = self.sequences.chains.get_disjoint_mut([parent_row, child_row]);
+        let [parent_chain, chain] = chains.expect("two different rows of the table");
+        let index = &self.pool.index;
+        let cut = || index.tokens_of(self.sequences.rows[child_row].table[num_shared - 1]);
+        chain.fork_from(parent_chain, num_tokens, self.config.block_size(), cut);
         self.pool.index.namespaces.share(chain.namespace);
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::ops::Deref;
 
 use rustc_hash::FxHashMap;
 
-use crate::chain::Chain;
+use crate::chain::{Chain, SpareIds};
 use crate::{BlockId, Error, Result, SequenceId, Slot};
 
 /// A released row keeps the memory of its block table up to this many entries (16 KiB), so that a server that creates
@@ -134,6 +134,7 @@ pub(crate) struct SequenceTable {
     pub(crate) rows: Vec<Sequence>,
     /// Of each row.
     pub(crate) chains: Vec<Chain>,
+    pub(crate) spare: SpareIds,
     pub(crate) vacant: Vec<u32>,
 }
 
@@ -173,12 +174,6 @@ impl SequenceTable {
     pub(crate) fn pair(&mut self, first: usize, second: usize) -> [&mut Sequence; 2] {
         let rows = self.rows.get_disjoint_mut([first, second]);
         rows.expect("two different rows of the table")
-    }
-
-    /// What two different rows know of their tokens.
-    pub(crate) fn pair_of_chains(&mut self, first: usize, second: usize) -> [&mut Chain; 2] {
-        let chains = self.chains.get_disjoint_mut([first, second]);
-        chains.expect("two different rows of the table")
     }
 
     /// Makes an empty sequence under an id that the caller has found to be new.
