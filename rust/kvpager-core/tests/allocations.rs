@@ -7,7 +7,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, SequenceId, Slot};
+use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId, Slot};
 
 struct Counting;
 
@@ -123,4 +123,44 @@ fn a_warm_batch_allocates_nothing() {
         decode(&mut manager, batch, &mut memory, &ids, &counts);
     }
     assert_eq!(NUM_ALLOCATIONS.get() - before, 0);
+}
+
+/// With the index: prompts are found, steps tell ids, blocks fill, collapse and are evicted.
+#[test]
+fn a_warm_batch_with_the_index_allocates_nothing() {
+    let config = Config::new(24, 4).unwrap().with_prefix_caching(true).with_fences(true);
+    let mut manager = BlockManager::new(config).unwrap();
+    let shape = BatchShape { max_rows: 4, max_blocks: 8, max_tokens: 8, max_changes: 16 };
+    let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
+    let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).unwrap();
+    let mut slots = Vec::new();
+    let mut live = |manager: &mut BlockManager, life: u32| {
+        for id in 0..4 {
+            slots.clear();
+            let prompt = [1, 2, 3, 4, life % 5, 6];
+            manager.admit(id, &Prompt::new(&prompt), None, false, &mut slots).unwrap();
+            manager.add_to_batch(batch, id).unwrap();
+        }
+        for step in 0..6 {
+            let token_ids = [step, step, step, life % 7];
+            let mut sets = memory.each_mut().map(BatchMemory::lend);
+            manager.step_batch(batch, &mut sets, None, Some(&token_ids)).unwrap();
+            manager.commit_rows(batch, None, None).unwrap();
+            let epoch = manager.advance_epoch().unwrap();
+            manager.retire(epoch).unwrap();
+        }
+        for id in 0..4 {
+            manager.remove_from_batch(batch, id).unwrap();
+            manager.release_sequence(id).unwrap();
+        }
+    };
+    for life in 0..50 {
+        live(&mut manager, life);
+    }
+    let before = NUM_ALLOCATIONS.get();
+    for life in 50..200 {
+        live(&mut manager, life);
+    }
+    assert_eq!(NUM_ALLOCATIONS.get() - before, 0);
+    assert!(manager.stats().num_evictions > 0 && manager.stats().num_hit_tokens > 0);
 }
