@@ -36,6 +36,9 @@ ARGUMENT_ERRORS = {
     "`num_tokens`: wanted 0 to 6 tokens, got 8": lambda m: m.fork_sequence(1, 3, 8),
     "`counts`: wanted a count in 0..2^63-1, got -1": lambda m: m.slot_mapping_for_append([1, 2], [1, -1]),
     "`counts`: wanted one count for each of 2 ids, got 1 counts": lambda m: m.slot_mapping_for_append([1, 2], [1]),
+    "`token_ids`: wanted 18446744073709551615 ids, one for each new token, got 1 ids": (
+        lambda m: m.slot_mapping_for_append([1, 2, 1], [2**63 - 1] * 3, [5])
+    ),
     "`block_id`: wanted a block in 0..3, got 4": lambda m: m.free_block(4),
     "`max_blocks`: wanted at least 2, the longest table, got 1": lambda m: m.get_block_table_tensor([1], 1),
     "`device`: wanted None together with `out`, got cpu": lambda m: m.get_seq_lens_tensor([], device="cpu", out=b""),

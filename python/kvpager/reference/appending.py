@@ -24,6 +24,8 @@ from kvpager.reference.arguments import (
 )
 from kvpager.reference.state import ManagerState, Sequence
 
+MAX_UINT64 = 2**64 - 1
+
 
 @dataclass(slots=True)
 class Run:
@@ -156,7 +158,8 @@ def split_runs(ids: list[int], counts: list[int], token_ids: list[int] | None) -
     if token_ids is None:
         return [Run(sequence_id, count) for sequence_id, count in zip(ids, counts, strict=True)]
     if len(token_ids) != sum(counts):
-        raise ArgumentError("token_ids", f"{sum(counts)} ids, one for each new token", f"{len(token_ids)} ids")
+        wanted = min(sum(counts), MAX_UINT64)  # the Rust version can't say more
+        raise ArgumentError("token_ids", f"{wanted} ids, one for each new token", f"{len(token_ids)} ids")
     runs, start = [], 0
     for sequence_id, count in zip(ids, counts, strict=True):
         runs.append(Run(sequence_id, count, token_ids[start : start + count]))

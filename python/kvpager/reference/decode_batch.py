@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
-from kvpager.reference.appending import Run, split_runs
+from kvpager.reference.appending import MAX_UINT64, Run, split_runs
 from kvpager.reference.arguments import (
     COUNT,
     ID,
@@ -205,7 +205,7 @@ class DecodeBatch:
             raise ArgumentError("counts", f"one count for each of {self.num_rows} rows", f"{len(numbers)} counts")
         if sum(numbers) > self.max_tokens:
             wanted = f"at most {self.max_tokens} tokens, the room in `slot_mapping`"
-            raise ArgumentError("counts", wanted, f"{sum(numbers)} tokens")
+            raise ArgumentError("counts", wanted, f"{min(sum(numbers), MAX_UINT64)} tokens")
         return split_runs(self._ids, numbers, told)
 
     def _check_fits(self, sequence_id: int, length: int) -> None:
