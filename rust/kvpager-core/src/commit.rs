@@ -8,6 +8,7 @@
 
 use crate::admission::{check_token_ids, encode_kept_items};
 use crate::append::Scratch;
+use crate::index::AHEAD;
 use crate::manager::BlockManager;
 use crate::pool::INDEXED;
 use crate::sequence::{Sequence, SequenceTable};
@@ -209,7 +210,14 @@ impl BlockManager {
             0 => pool.index.root(chain.namespace),
             _ => pool.index.parent(table[first - 1]),
         };
+        let (mut ahead, mut num_ahead) = ([[0, 0]; AHEAD], 0);
         for logical in first..behind {
+            let at = (logical - first) % AHEAD;
+            if at == 0 && behind - first > 1 && chain.items.is_none() {
+                let stop = behind.min(logical + AHEAD) * block_size;
+                let known = chain.known((logical * block_size) as u64, stop as u64);
+                num_ahead = known.map_or(0, |ids| pool.index.chain_ahead(&parent, ids, &mut ahead));
+            }
             let start = (logical * block_size) as u64;
             let block = table[logical];
             let Some(token_ids) = chain.known(start, start + block_size as u64) else { break };
@@ -221,7 +229,8 @@ impl BlockManager {
                 encode_kept_items(chain, logical, block_size as u64, &mut matching.bytes);
                 (key, key_hash) = pool.index.acquire_key(&matching.bytes);
             }
-            let hash = pool.index.chain(&parent, token_ids, key_hash);
+            let hash =
+                if at < num_ahead { ahead[at] } else { pool.index.chain(&parent, token_ids, key_hash) };
             match pool.index.find(&parent, hash, token_ids, key) {
                 Err(gap) => parent = pool.insert(gap, block, &parent, hash, token_ids, key),
                 Ok(same) => {
