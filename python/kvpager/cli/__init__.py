@@ -1,4 +1,4 @@
-"""The command ``kvpager``: `generate` text, show the `env`.
+"""The command ``kvpager``: `generate` text, `chat`, `plan` and `verify` a model, `bench` it, show the `env`.
 
 Commands are thin: options in, one call to the engine, display out. What is heavy (torch) is imported inside them, so
 that ``--help`` is quick and `env` works where torch does not. An error that kvpager raises on purpose is one line on
@@ -6,16 +6,22 @@ stderr and exit code 2.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvpager.config import EngineConfig
-from kvpager.errors import KVPagerError
+from kvpager.errors import ConfigError, KVPagerError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="A paged key/value cache and a small Qwen3 engine.")
+if TYPE_CHECKING:
+    from kvpager.engine import LLM
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="A paged key/value cache and a small engine.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure throughput or latency with random token ids.")
+app.add_typer(bench_app, name="bench")
 
 # What the small model that comes with kvpager has seen: Python's documentation. Four lengths, so that tables differ.
 BUILT_IN_PROMPTS = (
@@ -26,7 +32,8 @@ BUILT_IN_PROMPTS = (
 )
 
 Model = Annotated[
-    str | None, typer.Option(help="Model folder or hub name.", show_default="the small one that comes with kvpager")
+    str | None,
+    typer.Option(help="Model folder, GGUF file or hub name.", show_default="the small one that comes with kvpager"),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per prompt, at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more draws at random.")]
@@ -63,7 +70,148 @@ def generate(
     asked: list[Prompt] = [*texts]
     if chat:
         asked = [{"prompt_token_ids": llm.encode_chat([{"role": "user", "content": text}])} for text in texts]
+        texts = [f"{text}\n" for text in texts]  # an answer does not continue the question's line
     stream(llm, asked, params, Console(highlight=False), titles=texts)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that hold this share.")] = 1.0,
+    seed: Seed = EngineConfig.seed,
+    device: Device = EngineConfig.device,
+    dtype: Dtype = EngineConfig.dtype,
+) -> None:
+    """Talk with a model; /clear forgets the conversation, /exit or Ctrl-D ends it."""
+    from rich.console import Console
+
+    from kvpager.cli.chat import converse, typed_lines
+    from kvpager.engine import LLM
+    from kvpager.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    llm = LLM(model, device=device, dtype=dtype, seed=seed)
+    lines: Iterable[str] = typed_lines(input) if sys.stdin.isatty() else sys.stdin
+    converse(llm, params, lines, Console(highlight=False), system=system)
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Argument(help="Model folder, GGUF file or hub name.")] = None,
+    device: Device = EngineConfig.device,
+    dtype: Dtype = EngineConfig.dtype,
+    block_size: BlockSize = EngineConfig.block_size,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the pool.")] = None,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Or what the pool may take.")] = None,
+) -> None:
+    """Show what a model and its cache take and what fits, before anything is loaded."""
+    from kvpager.cli.plan import describe, make_plan
+    from kvpager.loader import open_model
+
+    config = EngineConfig(
+        device=device,
+        dtype=dtype,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+    )
+    _show(describe(make_plan(open_model(model), config)))
+
+
+@app.command()
+def verify(
+    model: Annotated[str | None, typer.Argument(help="Model folder, GGUF file or hub name.")] = None,
+    max_tokens: MaxTokens = 32,
+    device: Device = EngineConfig.device,
+    block_size: BlockSize = EngineConfig.block_size,
+) -> None:
+    """Compare with transformers token for token: batches, chunks, hits, preemption, forks. Exit 1 on a difference."""
+    from kvpager.cli.schedules import report
+    from kvpager.cli.schedules import verify as run
+    from kvpager.engine import LLM
+
+    llm = LLM(model, device=device, dtype="float32", block_size=block_size, num_blocks=1)
+    prompts = _verified_prompts(llm)
+    verdicts = run(llm, prompts, max_tokens)
+    for line in report(verdicts, len(prompts)):
+        typer.echo(line)
+    if not all(verdict.passed for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _verified_prompts(llm: "LLM") -> list[list[int]]:
+    """Several lengths, two with a common beginning of some blocks; token ids where the model has no tokenizer."""
+    if llm.tokenizer is None:
+        bounded = llm.model_config.vocab_size - 3
+        return [[3 + (7 * n + 31 * p * p) % bounded for p in range(length)] for n, length in enumerate((1, 5, 18, 50))]
+    common = " ".join(BUILT_IN_PROMPTS)
+    texts = [*BUILT_IN_PROMPTS, f"{common} Then it", f"{common} Otherwise the"]
+    return [llm.tokenizer.encode(text) for text in texts]
+
+
+NumPrompts = Annotated[int, typer.Option(help="Requests.")]
+InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.")]
+OutputJson = Annotated[Path | None, typer.Option(help="Also write the figures here.")]
+
+
+@bench_app.command("throughput")
+def bench_throughput(
+    model: Model = None,
+    num_prompts: NumPrompts = 32,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    device: Device = EngineConfig.device,
+    dtype: Dtype = EngineConfig.dtype,
+    output_json: OutputJson = None,
+) -> None:
+    """Many requests at once: tokens per second."""
+    from kvpager.cli import bench
+    from kvpager.engine import LLM
+
+    llm = LLM(model, device=device, dtype=dtype)
+    figures = bench.throughput(llm, num_prompts=num_prompts, input_len=input_len, output_len=output_len)
+    _show(bench.lines(figures))
+    bench.save(figures, output_json)
+
+
+@bench_app.command("latency")
+def bench_latency(
+    model: Model = None,
+    batch_size: Annotated[int, typer.Option(help="Requests of a batch.")] = 8,
+    input_len: InputLen = 32,
+    output_len: OutputLen = 64,
+    num_iters: Annotated[int, typer.Option(help="Batches that count.")] = 5,
+    device: Device = EngineConfig.device,
+    dtype: Dtype = EngineConfig.dtype,
+    output_json: OutputJson = None,
+) -> None:
+    """One batch at a time: milliseconds to the first token, between tokens, in all."""
+    from kvpager.cli import bench
+    from kvpager.engine import LLM
+
+    llm = LLM(model, device=device, dtype=dtype)
+    figures = bench.latency(llm, batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
+    _show(bench.lines(figures))
+    bench.save(figures, output_json)
+
+
+@app.command()
+def trace(file: Annotated[Path, typer.Argument(help="Written by `LLM(…, trace=FILE)`.")]) -> None:
+    """Show a trace of steps as log lines: what each did, and why others waited."""
+    import json
+
+    from kvpager.engine import as_line
+
+    try:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read `{file}`: {error}") from error
+    for record in records:
+        typer.echo(as_line(record))
 
 
 @app.command()
@@ -71,7 +219,10 @@ def env() -> None:
     """Show versions, native library, instruction sets and GPU, and why what is inactive is so."""
     from kvpager.cli.environment import describe
 
-    lines = describe()
+    _show(describe())
+
+
+def _show(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         typer.echo(f"{name:<{width}}  {value}")

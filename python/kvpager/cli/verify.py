@@ -72,7 +72,7 @@ def compare_with_transformers(llm: LLM, outputs: Sequence[RequestOutput], *, gre
     """
     if next(llm.runner.model.parameters()).dtype != torch.float32:
         raise ConfigError("differences are only small in float32: choose `dtype` float32")
-    theirs = _load_transformers(llm)
+    theirs = load_transformers(llm)
     result = Comparison(greedy, attention=[0.0] * llm.model_config.num_hidden_layers)
     for request, (output, ours) in enumerate(zip(outputs, _replay(llm, outputs), strict=True)):
         _compare(result, request, output, ours, _trace_transformers(theirs, output))
@@ -175,16 +175,27 @@ def _attention_outputs(model: nn.Module, pick: Callable[[Tensor], Tensor]) -> It
             hook.remove()
 
 
-def _load_transformers(llm: LLM) -> nn.Module:
+def load_transformers(llm: LLM) -> nn.Module:
+    """The same model by transformers, with eager attention, in float32.
+
+    Raises:
+        ConfigError: transformers is not installed, or (for a GGUF file) the gguf package is not.
+    """
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            "transformers is not installed, and `--check` compares with it: `pip install transformers`"
+            "transformers is not installed, and the comparison is with it: `pip install transformers`"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        llm.folder, attn_implementation="eager", dtype=torch.float32
-    )
+    place: tuple[Any, dict[str, str]] = (llm.folder, {})
+    if llm.folder.is_file():
+        place = (llm.folder.parent, {"gguf_file": llm.folder.name})
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            place[0], attn_implementation="eager", dtype=torch.float32, **place[1]
+        )
+    except ImportError as error:
+        raise ConfigError(f"transformers can't load `{llm.folder}`: {error}") from error
     return model.to(llm.config.device).eval()

@@ -1,0 +1,80 @@
+"""`kvpager chat`: a conversation on the terminal, each answer shown as it comes.
+
+The whole conversation is the prompt of every turn; what earlier turns computed is found in the prefix cache, so a turn
+costs the new words only. An empty line is ignored; `/clear` forgets the conversation; `/exit` or Ctrl-D ends it; Ctrl-C
+ends an answer, which stays in the conversation as far as it got.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvpager.engine import LLM
+from kvpager.errors import SequenceTooLongError
+from kvpager.sampling import SamplingParams
+
+
+def converse(
+    llm: LLM, params: SamplingParams, lines: Iterable[str], console: Console, *, system: str | None = None
+) -> list[dict[str, str]]:
+    """Answers line after line until there are no more, or one says ``/exit``.
+
+    Args:
+        llm: the engine; its model has a chat template.
+        params: of every answer.
+        lines: what the user says.
+        console: where answers go.
+        system: what the model is told first.
+
+    Returns:
+        The conversation.
+
+    Raises:
+        ConfigError: the model has no tokenizer or no chat template.
+    """
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = [*beginning]
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            break
+        if text == "/clear":
+            messages = [*beginning]
+            console.print("(forgotten)", style="dim")
+        elif text:
+            messages.append({"role": "user", "content": text})
+            try:
+                answer = _answer(llm, params, messages, console)
+            except SequenceTooLongError as error:
+                messages.pop()
+                console.print(f"(the conversation has grown too long: {error}; /clear forgets it)", style="yellow")
+                continue
+            messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], console: Console) -> str:
+    events: Any = llm.stream(llm.encode_chat(messages), params)  # a generator: closing it ends its request
+    pieces: list[str] = []
+    try:
+        for event in events:
+            pieces.append(event.text)
+            console.print(Text(event.text), end="", soft_wrap=True)
+            console.file.flush()
+    except KeyboardInterrupt:
+        console.print(" …", end="")
+    finally:
+        events.close()
+    console.print()
+    return "".join(pieces)
+
+
+def typed_lines(ask: Callable[[str], str]) -> Iterable[str]:
+    """Lines as a person types them, until the end of the input; Ctrl-C at the prompt ends it too."""
+    while True:
+        try:
+            yield ask("> ")
+        except (EOFError, KeyboardInterrupt):
+            return
