@@ -148,6 +148,44 @@ def test_b113_faults_name_the_tensor(altered: Callable[..., Path], change: Any, 
     assert all(parameter.is_meta for parameter in model.parameters()), "nothing is filled on an error"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "changes", "message"),
+    [
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias", {}, "no tensor `model.layers.1.self_attn.k_proj.bias`"),
+        (
+            "qwen2",
+            None,
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            "no place for the tensor `model.",
+        ),
+        ("llama", None, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, ".q_proj.bias` (and 5 more)"),
+        ("llama", None, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ".q_norm.weight` (and 3 more)"),
+        ("llama", "lm_head.weight", {}, "no tensor `lm_head.weight`"),
+        (
+            "llama",
+            None,
+            {"head_dim": None},
+            "self_attn.q_proj.weight` has shape [96, 56], the config asks for [56, 56]",
+        ),
+    ],
+)
+def test_b113_the_switches_decide_what_is_wanted(
+    lab: Any, tmp_path: Path, name: str, change: str | None, changes: dict[str, object], message: str
+) -> None:
+    raw = json.loads((lab.folder(name) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    tensors = load_file(lab.folder(name) / "model.safetensors")
+    if change is not None:
+        del tensors[change]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path)
+
+
+def test_frequencies_that_older_checkpoints_hold_are_not_wanted(altered: Callable[..., Path]) -> None:
+    assert load(altered(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})))
+
+
 def test_b113_a_tensor_in_two_shards(altered: Callable[..., Path]) -> None:
     folder = altered(unchanged, shards=True)
     shards = sorted(folder.glob("*.safetensors"))

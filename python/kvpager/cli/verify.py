@@ -179,7 +179,7 @@ def load_transformers(llm: LLM) -> nn.Module:
     """The same model by transformers, with eager attention, in float32.
 
     Raises:
-        ConfigError: transformers is not installed, or (for a GGUF file) the gguf package is not.
+        ConfigError: transformers is not installed, or can't load the model (for GGUF files it needs accelerate).
     """
     try:
         transformers: Any = import_module("transformers")
@@ -196,6 +196,6 @@ def load_transformers(llm: LLM) -> nn.Module:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             place[0], attn_implementation="eager", dtype=torch.float32, **place[1]
         )
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # for a GGUF file it needs gguf and accelerate
         raise ConfigError(f"transformers can't load `{llm.folder}`: {error}") from error
     return model.to(llm.config.device).eval()

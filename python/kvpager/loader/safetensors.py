@@ -16,6 +16,7 @@ from kvpager.loader.fill import StoredTensor, fill_parameters
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DERIVED = ".rotary_emb.inv_freq"  # older Llama checkpoints hold what follows from their config
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -39,7 +40,7 @@ def load_parameters(
         files = {path: _open(stack, path) for path in _weight_files(folder)}
         homes = _homes(files)
         _check_index(folder, homes)
-        stored = {name: _stored(files[path], name) for name, path in homes.items()}
+        stored = {name: _stored(files[path], name) for name, path in homes.items() if not name.endswith(_DERIVED)}
         fill_parameters(module, stored, dtype=dtype, device=device, ignored=ignored, supported=", ".join(_FLOATS))
 
 
