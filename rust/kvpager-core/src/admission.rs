@@ -145,10 +145,10 @@ impl BlockManager {
         append_run(config, pool, copies, sequence, num_slots, slots);
         if config.prefix_caching() {
             if resumed {
-                self.hits.num_resumed_tokens += num_computed_tokens;
+                self.hits.resumed += num_computed_tokens;
             } else {
-                self.hits.num_queried_tokens += prompt.token_ids.len() as u64;
-                self.hits.num_hit_tokens += num_computed_tokens;
+                self.hits.queried += prompt.token_ids.len() as u64;
+                self.hits.found += num_computed_tokens;
             }
         }
         Ok(plan)
@@ -248,7 +248,7 @@ impl BlockManager {
         prompt: &Prompt<'_>,
         num_new_tokens: Option<u64>,
     ) -> Result<Admission> {
-        self.check_id(sequence_id, "sequence_id")?;
+        Self::check_id(sequence_id, "sequence_id")?;
         check_prompt(prompt)?;
         self.check_new(sequence_id)?;
         let num_tokens = prompt.token_ids.len() as u64;

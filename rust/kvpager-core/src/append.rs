@@ -196,7 +196,7 @@ impl BlockManager {
         counts: Option<&[u64]>,
         slots: &mut Vec<Slot>,
     ) -> Result<()> {
-        self.check_batch(ids, counts, None)?;
+        Self::check_batch(ids, counts, None)?;
         self.find_rows(ids)?;
         self.append_found(counts, None, slots)
     }
@@ -227,7 +227,7 @@ impl BlockManager {
         token_ids: &[TokenId],
         slots: &mut Vec<Slot>,
     ) -> Result<()> {
-        self.check_batch(ids, counts, Some(token_ids))?;
+        Self::check_batch(ids, counts, Some(token_ids))?;
         self.find_rows(ids)?;
         self.append_found(counts, Some(token_ids), slots)
     }
@@ -246,27 +246,25 @@ impl BlockManager {
 
         let Self { config, pool, copies, sequences, scratch, .. } = self;
         let SequenceTable { rows, chains, .. } = sequences;
-        if let Some(mut rest) = token_ids {
-            let mut lengths = scratch.rows.iter().enumerate();
-            // Ids are kept before the lengths move on; a row named twice is found by its ids.
-            match counts {
-                None => slots.extend(lengths.zip(rest).map(|((_, &row), &token_id)| {
-                    let sequence = &mut rows[row as usize];
-                    if sequence.open == 0 {
-                        open_tail(config, pool, copies, sequence);
-                    }
-                    chains[row as usize].append_one(sequence.length, token_id);
-                    sequence.advance(1)
-                })),
-                Some(counts) => lengths.by_ref().for_each(|(at, &row)| {
-                    let (of_row, behind) = rest.split_at(counts[at] as usize);
-                    rest = behind;
-                    let sequence = &mut rows[row as usize];
-                    if !of_row.is_empty() {
-                        chains[row as usize].append(sequence.length, of_row);
-                    }
-                    append_run(config, pool, copies, sequence, counts[at], slots);
-                }),
+        // Ids are kept before the lengths move on.
+        if let (Some(token_ids), None) = (token_ids, counts) {
+            slots.extend(scratch.rows.iter().zip(token_ids).map(|(&row, &token_id)| {
+                let sequence = &mut rows[row as usize];
+                if sequence.open == 0 {
+                    open_tail(config, pool, copies, sequence);
+                }
+                chains[row as usize].append_one(sequence.length, token_id);
+                sequence.advance(1)
+            }));
+        } else if let (Some(mut token_ids), Some(counts)) = (token_ids, counts) {
+            for (&row, &count) in scratch.rows.iter().zip(counts) {
+                let (of_row, rest) = token_ids.split_at(count as usize);
+                token_ids = rest;
+                let sequence = &mut rows[row as usize];
+                if count > 0 {
+                    chains[row as usize].append(sequence.length, of_row);
+                }
+                append_run(config, pool, copies, sequence, count, slots);
             }
         } else if let Some(counts) = counts {
             for (&row, &count) in scratch.rows.iter().zip(counts) {
@@ -307,18 +305,13 @@ impl BlockManager {
         counts: Option<&[u64]>,
         token_ids: Option<&[TokenId]>,
     ) -> Result<u64> {
-        self.check_batch(ids, counts, token_ids)?;
+        Self::check_batch(ids, counts, token_ids)?;
         self.find_rows(ids)?;
         self.settle_found(counts, token_ids)
     }
 
     /// The values and lengths of a batch's arguments.
-    fn check_batch(
-        &self,
-        ids: &[SequenceId],
-        counts: Option<&[u64]>,
-        token_ids: Option<&[TokenId]>,
-    ) -> Result<()> {
+    fn check_batch(ids: &[SequenceId], counts: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> Result<()> {
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
         if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
             return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));

@@ -147,7 +147,7 @@ impl BlockManager {
                 faults.push(format!("block {block}: {counted} pins of callers counted, {num_pins} hold it"));
             }
         }
-        let (counted, quota) = (self.pins.num_pins.len(), self.config.max_pinned_blocks());
+        let (counted, quota) = (self.pins.count_of.len(), self.config.max_pinned_blocks());
         if counted != found.len() || counted > quota as usize {
             faults.push(format!("counter `pinned`: {counted} of {quota}, but {} are", found.len()));
         }
@@ -159,10 +159,9 @@ impl BlockManager {
         if fences.first_open > fences.current {
             faults.push(format!("epochs: {} retired, {} is open", fences.first_open, fences.current));
         }
-        let fenced: Vec<BlockId> = fences.list.iter(&self.pool.links).collect();
-        let sound = fenced.iter().filter(|&&block| block < self.pool.watermark);
+        let blocks = fences.list.iter(&self.pool.links).filter(|&block| block < self.pool.watermark);
         let ages: Vec<u32> =
-            sound.filter(|&&block| !self.pool.has(block, TAKEN)).map(|&block| fences.age(block)).collect();
+            blocks.filter(|&block| !self.pool.has(block, TAKEN)).map(|block| fences.age(block)).collect();
         if !ages.is_sorted_by(|earlier, later| earlier >= later) {
             faults.push("fenced list: not in the order in which the blocks were freed".to_owned());
         }
@@ -341,9 +340,9 @@ mod tests {
         assert_named(&manager, "key 1: 2 users counted, 1 found");
         let mut manager = lru();
         let pin = manager.pin_prefix(&Prompt::new(&[1, 2])).unwrap();
-        manager.pins.num_pins.insert(0, 2);
+        manager.pins.count_of.insert(0, 2);
         assert_named(&manager, "block 0: 2 pins of callers counted, 1 hold it");
-        manager.pins.num_pins.clear();
+        manager.pins.count_of.clear();
         assert_named(&manager, "counter `pinned`: 0 of 8, but 1 are");
         manager.pins.blocks_of.remove(&pin);
         assert_named(&manager, "block 0: wrong ref count: ref count 2, but 1 holders (sequence 1)");

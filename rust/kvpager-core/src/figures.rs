@@ -78,10 +78,10 @@ impl BlockManager {
             num_copies: self.copies.num_owed_ever,
             peak_live: u64::from(self.pool.peak_live),
             indexed: u64::from(self.pool.index.num_nodes),
-            pinned: self.pins.num_pins.len() as u64,
-            num_hit_tokens: self.hits.num_hit_tokens,
-            num_queried_tokens: self.hits.num_queried_tokens,
-            num_resumed_tokens: self.hits.num_resumed_tokens,
+            pinned: self.pins.count_of.len() as u64,
+            num_hit_tokens: self.hits.found,
+            num_queried_tokens: self.hits.queried,
+            num_resumed_tokens: self.hits.resumed,
             num_evictions: self.pool.num_evictions,
         }
     }
@@ -116,7 +116,7 @@ impl BlockManager {
                 }
             }
         }
-        for &block in self.pins.num_pins.keys() {
+        for &block in self.pins.count_of.keys() {
             if self.pool.has(block, INDEXED) {
                 shared.insert(block, block_size);
             }

@@ -84,7 +84,7 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn create_sequence(&mut self, sequence_id: SequenceId) -> Result<()> {
-        self.check_id(sequence_id, "sequence_id")?;
+        Self::check_id(sequence_id, "sequence_id")?;
         self.check_new(sequence_id)?;
         self.sequences.insert(sequence_id);
         Ok(())
@@ -177,7 +177,7 @@ impl BlockManager {
         num_tokens: Option<u64>,
     ) -> Result<()> {
         let parent_row = self.sequences.find(parent)? as usize;
-        self.check_id(child, "child")?;
+        Self::check_id(child, "child")?;
         self.check_new(child)?;
         let parent_length = self.sequences.rows[parent_row].length;
         let num_tokens = num_tokens.unwrap_or(parent_length);
@@ -196,8 +196,7 @@ impl BlockManager {
         for &block in &*sequence.table {
             self.pool.share(block);
         }
-        let chains = self.sequences.chains.get_disjoint_mut([parent_row, child_row]);
-        let [parent_chain, chain] = chains.expect("two different rows of the table");
+        let [parent_chain, chain] = pair(&mut self.sequences.chains, parent_row, child_row);
         let index = &self.pool.index;
         let cut = || index.tokens_of(self.sequences.rows[child_row].table[num_shared - 1]);
         chain.fork_from(parent_chain, num_tokens, self.config.block_size(), cut);
@@ -291,7 +290,7 @@ impl BlockManager {
 
     // ---- shared steps ----------------------------------------------------------------------------------------------
 
-    pub(crate) fn check_id(&self, sequence_id: SequenceId, argument: &'static str) -> Result<()> {
+    pub(crate) fn check_id(sequence_id: SequenceId, argument: &'static str) -> Result<()> {
         if sequence_id > MAX_SEQUENCE_ID {
             return Err(Error::argument(argument, "an id in 0..2^63-1", sequence_id));
         }
@@ -361,4 +360,9 @@ impl BlockManager {
         }
         self.sequences.rows[row as usize].table.truncate(keep);
     }
+}
+
+/// Two different rows at once.
+fn pair<T>(rows: &mut [T], first: usize, second: usize) -> [&mut T; 2] {
+    rows.get_disjoint_mut([first, second]).expect("two different rows of the table")
 }

@@ -1,6 +1,6 @@
 //! Pins: a caller holds a cached prefix (a system prompt, a shared document) so that it is not evicted.
 //!
-//! A pin counts as a holder of each of its blocks: ref ≥ 1, live. Invariant: `num_pins` of a block is the number of
+//! A pin counts as a holder of each of its blocks: ref ≥ 1, live. Invariant: `count_of` a block is the number of
 //! pins that name it, absent for none; pins are few, so both are maps. The quota bounds the distinct pinned blocks.
 //!
 //! Costs: O(tokens compared + blocks) to pin, O(blocks) to unpin.
@@ -17,13 +17,13 @@ pub type PinId = u64;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pins {
     pub(crate) blocks_of: FxHashMap<PinId, Vec<BlockId>>,
-    pub(crate) num_pins: FxHashMap<BlockId, u32>,
+    pub(crate) count_of: FxHashMap<BlockId, u32>,
     next_id: PinId,
 }
 
 impl Pins {
     pub(crate) fn on(&self, block: BlockId) -> u32 {
-        self.num_pins.get(&block).copied().unwrap_or(0)
+        self.count_of.get(&block).copied().unwrap_or(0)
     }
 }
 
@@ -51,7 +51,7 @@ impl BlockManager {
         self.find_prefix(prompt, prompt.token_ids.len());
         let blocks = &self.matching.blocks;
         let num_new = blocks.iter().filter(|&&block| self.pins.on(block) == 0).count();
-        let (num_pinned, quota) = (self.pins.num_pins.len(), self.config.max_pinned_blocks());
+        let (num_pinned, quota) = (self.pins.count_of.len(), self.config.max_pinned_blocks());
         if num_pinned + num_new > quota as usize {
             let reason = format!(
                 "pinning {num_new} more blocks exceeds `max_pinned_blocks`: {num_pinned} of {quota} are pinned"
@@ -60,7 +60,7 @@ impl BlockManager {
         }
         for &block in blocks {
             self.pool.attach(block);
-            *self.pins.num_pins.entry(block).or_default() += 1;
+            *self.pins.count_of.entry(block).or_default() += 1;
         }
         let id = self.pins.next_id;
         self.pins.next_id += 1;
@@ -86,10 +86,10 @@ impl BlockManager {
             return Err(Error::argument("pin", "the id of a pin that is held", pin));
         };
         for &block in blocks.iter().rev() {
-            if let Some(num_pins) = self.pins.num_pins.get_mut(&block) {
+            if let Some(num_pins) = self.pins.count_of.get_mut(&block) {
                 *num_pins -= 1;
                 if *num_pins == 0 {
-                    self.pins.num_pins.remove(&block);
+                    self.pins.count_of.remove(&block);
                 }
             }
             self.pool.drop_ref(block);

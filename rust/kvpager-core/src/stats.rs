@@ -33,10 +33,13 @@ pub struct Stats {
     pub num_evictions: u64,
 }
 
-/// What admissions found, since the manager was made.
+/// Tokens of admissions, since the manager was made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Hits {
-    pub(crate) num_hit_tokens: u64,
-    pub(crate) num_queried_tokens: u64,
-    pub(crate) num_resumed_tokens: u64,
+    /// Found computed.
+    pub(crate) found: u64,
+    /// Of the prompts.
+    pub(crate) queried: u64,
+    /// Found computed by resumed sequences, which count in neither of the others.
+    pub(crate) resumed: u64,
 }

@@ -7,7 +7,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId, Slot};
+use kvpager_core::{
+    BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId, Slot, TokenId,
+};
 
 struct Counting;
 
@@ -163,4 +165,45 @@ fn a_warm_batch_with_the_index_allocates_nothing() {
     }
     assert_eq!(NUM_ALLOCATIONS.get() - before, 0);
     assert!(manager.stats().num_evictions > 0 && manager.stats().num_hit_tokens > 0);
+}
+
+/// Prompts come, are committed, grow by a few tokens, are released; a pool too small for all of them evicts.
+fn serve(manager: &mut BlockManager, prompts: &[Vec<TokenId>], slots: &mut Vec<Slot>) {
+    for (id, token_ids) in prompts.iter().enumerate() {
+        let (id, length) = (id as SequenceId, token_ids.len() as u64);
+        let salt = ["a", "b"][id as usize % 2];
+        let prompt = Prompt { salt: Some(salt), ..Prompt::new(token_ids) };
+        slots.clear();
+        manager.admit(id, &prompt, None, false, slots).unwrap();
+        manager.commit(id, length).unwrap();
+        for n in 1..=20 {
+            manager.append_token(id).unwrap();
+            manager.commit_ids(id, length + n, &[7]).unwrap();
+        }
+        if id >= 2 {
+            manager.release_sequence(id - 2).unwrap();
+        }
+    }
+    for id in prompts.len() - 2..prompts.len() {
+        manager.release_sequence(id as SequenceId).unwrap();
+    }
+}
+
+#[test]
+fn a_warm_prefix_cache_allocates_nothing() {
+    let prompt = |own: TokenId| (0..400).map(|at| if at < 200 { 1 } else { own + at }).collect();
+    let prompts: Vec<Vec<TokenId>> = (0..8).map(|own| prompt(own * 1_000)).collect();
+    let config = Config::new(160, 8).unwrap().with_prefix_caching(true);
+    let mut manager = BlockManager::new(config).unwrap();
+    let mut slots = Vec::new();
+    for _ in 0..20 {
+        serve(&mut manager, &prompts, &mut slots);
+    }
+    let before = NUM_ALLOCATIONS.get();
+    for _ in 0..20 {
+        serve(&mut manager, &prompts, &mut slots);
+    }
+    assert_eq!(NUM_ALLOCATIONS.get() - before, 0);
+    let stats = manager.stats();
+    assert!(stats.num_evictions > 0 && stats.num_hit_tokens > 0, "{stats:?}");
 }

@@ -99,7 +99,6 @@ impl KVBlockManager {
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python constructor")]
     #[expect(clippy::used_underscore_binding, reason = "a hook for tests, marked so in Python")]
-    #[expect(clippy::fn_params_excessive_bools, reason = "switches that Python names")]
     fn new(
         num_physical_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,

@@ -30,7 +30,7 @@ impl Keys {
         let (salt, adapter) = (text(salt, "salt")?, text(adapter, "adapter")?);
         let mut read = Vec::new();
         let mut behind = 0;
-        for item in items.map(|items| items.try_iter()).transpose()?.into_iter().flatten() {
+        for item in items.map(PyAnyMethods::try_iter).transpose()?.into_iter().flatten() {
             let [start, stop, key] = read_triple(&item?)?;
             let (first, last) = (read_signed(&start, "items")?, read_signed(&stop, "items")?);
             let key = read_text(&key, "items", "a str as key")?;
@@ -72,11 +72,9 @@ fn read_triple<'py>(item: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 3]
 }
 
 fn read_text(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResult<PyBackedStr> {
-    match value.cast::<PyString>() {
-        Ok(text) => PyBackedStr::try_from(text.clone()),
-        Err(_) => {
-            let came = value.get_type().name()?;
-            Err(PyTypeError::new_err(format!("`{argument}`: wanted {wanted}, got {came}")))
-        }
+    if let Ok(text) = value.cast::<PyString>() {
+        return PyBackedStr::try_from(text.clone());
     }
+    let came = value.get_type().name()?;
+    Err(PyTypeError::new_err(format!("`{argument}`: wanted {wanted}, got {came}")))
 }

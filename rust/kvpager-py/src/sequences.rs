@@ -40,20 +40,16 @@ impl KVBlockManager {
         n: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<Slot>> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(py, |arrays| match arrays.read_count_or_token_ids(n)? {
-            Some(n) => self.call(py, n, |manager| {
-                let mut slots = Vec::new();
-                manager.append_tokens(id, n, &mut slots)?;
-                Ok(slots)
-            }),
-            None => {
+        self.with_arrays(py, |arrays| {
+            let mut slots = Vec::new();
+            if let Some(n) = arrays.read_count_or_token_ids(n)? {
+                self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?;
+            } else {
                 let token_ids = &arrays.token_ids;
-                self.call(py, token_ids.len() as u64, |manager| {
-                    let mut slots = Vec::new();
-                    manager.append_token_ids(id, token_ids, &mut slots)?;
-                    Ok(slots)
-                })
+                let work = token_ids.len() as u64;
+                self.call(py, work, |manager| manager.append_token_ids(id, token_ids, &mut slots))?;
             }
+            Ok(slots)
         })
     }
 

@@ -3,7 +3,7 @@
 use kvpager_core::{BlockId, BlockManager, Error, Item, Prompt, SequenceId, Slot, TokenId};
 use proptest::prelude::*;
 
-use crate::oracle::{Model, Tokens, bad_argument};
+use crate::oracle::{Model, ModelSequence, Tokens, bad_argument};
 
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
@@ -49,7 +49,7 @@ pub(crate) fn on_model(model: &mut Model, operation: &Operation) -> Result<Answe
             if model.sequences.contains_key(&id) {
                 return Err(Error::DuplicateSequence { sequence_id: id });
             }
-            model.sequences.insert(id, Default::default());
+            model.sequences.insert(id, ModelSequence::default());
             Ok(Answer::Nothing)
         }
         Operation::Admit(id, ref prompt, most, resumed) => {

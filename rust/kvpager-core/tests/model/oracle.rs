@@ -642,7 +642,9 @@ impl Model {
 
 fn cut_items(items: &mut Vec<Span>, n: u64) {
     items.retain(|item| item.0 < n);
-    items.iter_mut().for_each(|item| item.1 = item.1.min(n));
+    for item in items {
+        item.1 = item.1.min(n);
+    }
 }
 
 pub(crate) fn bad_argument(argument: &'static str) -> Error {
