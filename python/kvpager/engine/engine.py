@@ -14,6 +14,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvpager.config import EngineConfig, ModelConfig
@@ -235,6 +236,7 @@ class Engine:
             self._trace.write(self._clock() - started, self.stats())
         return events
 
+    @torch.inference_mode()  # the sampler changes scores in place
     def _sample(self, due: SampleRows, hidden: Tensor) -> SampledTokens | None:
         if due.rows is not None and len(due.rows) == 0:
             return None
@@ -289,7 +291,8 @@ class Engine:
             return StreamEvent(request.request_id, request.index, token_id, piece, completion=completion.index)
         output = None
         del self._rows.completions[completion.sequence.sequence_id]
-        if request.is_finished and request.request_id in self._requests:
+        request.num_ended += 1
+        if request.num_ended == len(request.completions):
             request.end_seconds = self._clock()
             output = request.output()
             self._num_finished += 1

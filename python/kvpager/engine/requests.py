@@ -54,6 +54,7 @@ class Request:
         params: wishes.
         completions: n of them; the first computes the prompt, the others begin as its forks.
         prompt_logprobs: by position, where it asked; filled as the prompt is computed.
+        num_ended: completions whose last event is out.
         arrival_seconds, scheduled_seconds, first_token_seconds, last_token_seconds, end_seconds: on the engine's clock.
     """
 
@@ -64,6 +65,7 @@ class Request:
     params: SamplingParams
     completions: list[Completion]
     prompt_logprobs: list[PositionLogprobs | None] | None
+    num_ended: int = 0
     arrival_seconds: float = 0.0
     scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -72,8 +74,8 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all completions have ended."""
-        return all(each.sequence.finish_reason is not None for each in self.completions)
+        """Whether all completions have ended, and said so."""
+        return self.num_ended == len(self.completions)
 
     def output(self) -> RequestOutput:
         """The request as its caller sees it."""
