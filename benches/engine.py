@@ -2,15 +2,15 @@
 
     python benches/engine.py [--model small|0.6B] [--batches 1,8,32] [--new 64] [--rounds 3] [--json FILE]
 
-Throughput: the same random Qwen3 (float32), the same prompts as token ids, greedy, a fixed number of new tokens; output
-tokens per second of wall clock, prefill included. The two run alternately, and the best round of each counts, for on a
-shared machine the other rounds measure the neighbours. `generate` pads its prompts to the longest and attends with sdpa.
+Throughput: the same random Qwen3 (float32), the same prompts as token ids, greedy, a fixed number of new tokens;
+output tokens per second of wall clock, prefill included. The two run alternately, and the best round of each counts,
+for on a shared machine the others measure the neighbours. `generate` pads prompts to the longest and attends with sdpa.
 
 What the machine allows (`ceiling`) is the time of transformers divided by that of the linear layers alone at our
 shapes, measured in the same run: no engine that uses torch's matrix products can be faster. `linear`, `attention` and
 `host` are shares of our time: products alone; `PagedKVCache.attend`; everything but the model's forward pass.
 
-Prefix cache: 64 prompts of 1,024 shared and 32 own tokens, all there at once; mean time to first token, without and with.
+Prefix cache: 64 prompts of 1,024 shared and 32 own tokens, all there at once; mean time to first token without and with.
 """
 
 import argparse
@@ -190,10 +190,9 @@ def main() -> None:
         for batch in map(int, arguments.batches.split(",")):
             row = measure_batch(llm, theirs, batch, arguments.new, arguments.rounds)
             rows.append(row)
-            print(
-                f"{batch:5d} {row['kvpager']:9.1f} {row['transformers']:13.1f} {row['ratio']:6.2f} {row['ceiling']:8.2f} "
-                f"{row['of_ceiling']:6.0%} | {row['linear']:6.0%} {row['attention']:10.0%} {row['host']:6.0%}"
-            )
+            rates = f"{row['kvpager']:9.1f} {row['transformers']:13.1f} {row['ratio']:6.2f} {row['ceiling']:8.2f}"
+            shares = f"{row['linear']:6.0%} {row['attention']:10.0%} {row['host']:6.0%}"
+            print(f"{batch:5d} {rates} {row['of_ceiling']:6.0%} | {shares}")
         del llm, theirs
         gc.collect()
         cached = measure_prefix_cache(folder)

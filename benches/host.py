@@ -53,7 +53,7 @@ def make_engine(batch: int) -> Engine:
         block_manager=manager,
         device=torch.device("cpu"),
         run=lambda _tensors, step, *_args, **_kwargs: hidden[: step.num_tokens],
-        logits=lambda rows, _index=None: rows,
+        logits=lambda rows, index=None: rows if index is None else hidden[: len(index)],
     )
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=batch, max_num_batched_tokens=8192)
     engine = Engine(runner, CONFIG, config)
