@@ -7,35 +7,46 @@
 //! page table maps pages to frames. This crate owns the integers only: no tensor, no device, no Python, no clock.
 //!
 //! ```text
-//!              take (last freed first)              ref count reaches 0
-//!    free ───────────────────────────────► live ──────────────────────────► decided in one place
-//!     ▲                                   ref ≥ 1                            (`Pool::drop_ref`)
-//!     │                                                                     │            │
-//!     │          no copy out of it is owed                                  │            │ a copy out of it
-//!     └─────────────────────────────────────────────────────────────────────┘            │ is still owed
-//!     ▲                                                                                  ▼
-//!     └────────────────────────── the copy is taken or dropped ◄────────────────────── fenced
+//!             take: last freed first, then fresh blocks
+//!    free ────────────────────────────────────────────────► live ◄───────────────┐ a hit (admission, pin,
+//!     ▲ ▲                                                   │  ▲                 │ collapsed duplicate)
+//!     │ │                       ref count reaches 0         │  │ evicted: for    │
+//!     │ └───────────────────────────────────────────────────┤  │ other content   │
+//!     │                     not indexed, nothing touches it │  │                 │
+//!     │                                                     ├──┼────────────► cached
+//!     │                         indexed, nothing touches it │  │ hit             ▲
+//!     │                                                     ▼  │                 │
+//!     └────────────────────────────────────────────────── fenced ────────────────┘
+//!              the copy out of it is taken or dropped, its epoch is retired: free, or cached if indexed
 //! ```
 //!
 //! * **Structure of arrays.** All a block has is a few `u32` at its index ([`config::Config`] bounds the ids to 31
-//!   bits): ref count, pins, two list links, the source of a copy owed into it. No allocation per block, no pointer, no
-//!   hash of a block id. A pool of any size is made in O(1) touched memory: blocks never used before are a watermark,
+//!   bits): ref count, pins, two list links, the source of a copy owed into it; with the index a 48-byte node and its
+//!   token ids. At most 96 bytes a block, token ids aside. No allocation per block, no pointer, no hash of a block id. A pool of any size is made in O(1) touched memory: blocks never used before are a watermark,
 //!   not entries.
 //! * **Free list.** A stack: O(1), last freed first, so what was touched last is handed out while it is warm.
 //! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail
 //!   gets a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the
 //!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source is pinned: with no holder left
 //!   it is *fenced*, not free.
+//! * **Prefix index.** Exact: a node is its parent, its tokens and its extra keys, and a hit compares them; the 128-bit
+//!   chain hash only finds the candidate ([`BlockManager::admit`]). Only committed blocks enter
+//!   ([`BlockManager::commit`]), duplicates collapse onto the block that is there.
+//! * **Eviction.** Cached blocks stay findable until their space is needed; leaves go before their parents, under LRU or
+//!   a policy that scans can't flush ([`EvictionPolicy`]).
+//! * **Fences.** What work in flight may touch is not handed out ([`BlockManager::retire`]).
 //! * **Open runs.** A sequence remembers how many positions of its tail it may write without looking at the pool, so
 //!   that an append is one hash, one compare and two additions. Whatever may change the answer (a fork, a rollback)
 //!   closes the run; the next append looks again.
 //! * **All or nothing.** Each call checks everything and settles its demand for blocks before it changes anything.
 //!   After an error the state is the state before, down to the order in which free blocks will be handed out.
 //!
-//! The modules, lowest first: [`config`] and [`error`] are leaves; `links` are lists threaded through arrays; `pool`
-//! decides the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences; `append`
-//! settles and hands out; [`batch`] shows a batch step by step; [`manager`] is the public face, `lookup` and `figures`
-//! its reading half; `audit` recounts everything; [`stats`] are the counters.
+//! The modules, lowest first: [`config`] and [`error`] are leaves; `hash` and `keys` name content, `links` are lists
+//! threaded through arrays, `eviction` orders what is cached, `index` finds it; `pool` and [its fences](BlockManager::retire)
+//! decide the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences, `chain` what
+//! one knows of its tokens; `append`, [`admission`] and `commit` settle and hand out; [`pins`] hold what is cached;
+//! [`manager`] is the public face, `lookup`, `figures` and [`info`] its reading half; `audit` and `audit_index` recount
+//! everything; [`stats`] are the counters; `batch` shows a persistent batch to kernels.
 //!
 //! # Example
 //!
