@@ -10,7 +10,7 @@ What the machine allows (`ceiling`) is the time of transformers divided by that 
 shapes, measured in the same run: no engine that uses torch's matrix products can be faster. `linear`, `attention` and
 `host` are shares of our time: products alone; `PagedKVCache.attend`; everything but the model's forward pass.
 
-Prefix cache: 64 prompts of 1,024 shared and 32 own tokens, all there at once; mean time to first token without and with.
+Prefix cache: 64 prompts of 1,024 shared and 32 own tokens, all there at once; mean time to the first token.
 """
 
 import argparse

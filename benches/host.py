@@ -3,9 +3,9 @@
     python benches/host.py [--json FILE]
 
 Steady decode, batch after batch of the same rows. Timed apart: `schedule` (who runs, and the step's slots, tables and
-lengths through `DecodeBatch`), `commit` (K/V are written; full blocks enter the prefix index) and `take` (each token to
-its sequence, who ends). The model is not there; a token is a number. The engine's own share on top (sampling and
-detokenising left out) is the last column: what `Engine.step` does beyond these three, the events included.
+lengths through `DecodeBatch`), `load` (input ids and positions for the model), `commit` (K/V are written; full blocks
+enter the prefix index) and `take` (each token to its sequence, who ends). The model is not there; a token is a number. The engine's own share on top (sampling and
+detokenising left out) is the last column: what `Engine.step` does beyond these, the events included.
 
 Why it matters: at batch 256 a decode step of a small model takes a few milliseconds; Python per row would eat a tenth.
 Read the median; `worst` is the 99th percentile and holds the steps in which many rows take a block at once.
@@ -79,29 +79,32 @@ def measure(batch: int) -> dict[str, float]:
     engine = make_engine(batch)
     scheduler = engine.scheduler
     tokens, ok = np.full(batch, 7, dtype=np.int64), np.ones(batch, dtype=np.bool_)
-    parts = np.zeros((STEPS, 3))
+    parts = np.zeros((STEPS, 4))
     for step in range(-WARM, STEPS):
         t0 = time.perf_counter()
         planned = scheduler.schedule()
         engine.block_manager.take_copies()
         t1 = time.perf_counter()
         assert planned is not None
-        due = scheduler.commit(planned)
+        engine._tensors.load(planned.batch_step, planned.buffers, planned.input_ids, planned.counts)
         t2 = time.perf_counter()
-        scheduler.take(due, tokens, ok)
+        due = scheduler.commit(planned)
         t3 = time.perf_counter()
+        scheduler.take(due, tokens, ok)
+        t4 = time.perf_counter()
         if step >= 0:
-            parts[step] = (t1 - t0, t2 - t1, t3 - t2)
+            parts[step] = (t1 - t0, t2 - t1, t3 - t2, t4 - t3)
     whole = []
     for _ in range(100):
         t0 = time.perf_counter()
         engine.step()
         whole.append(time.perf_counter() - t0)
     sums = parts.sum(axis=1)
-    schedule, commit, take = np.median(parts, axis=0) * 1e6
+    schedule, load, commit, take = np.median(parts, axis=0) * 1e6
     return {
         "batch": batch,
         "schedule": schedule,
+        "load": load,
         "commit": commit,
         "take": take,
         "sum": float(np.median(sums)) * 1e6,
@@ -117,9 +120,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [measure(batch) for batch in (1, 8, 32, 128, 256)]
     print("microseconds per step, steady decode, blocks of 16, prefix caching on")
-    print("batch  schedule   commit     take      sum    worst | engine step")
+    print("batch  schedule     load   commit     take      sum    worst | engine step")
     for row in rows:
-        parts = "".join(f"  {row[name]:7.1f}" for name in ("schedule", "commit", "take", "sum", "worst"))
+        parts = "".join(f"  {row[name]:7.1f}" for name in ("schedule", "load", "commit", "take", "sum", "worst"))
         print(f"{row['batch']:5.0f} {parts} | {row['engine_step']:8.1f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
