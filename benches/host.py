@@ -4,8 +4,9 @@
 
 Steady decode, batch after batch of the same rows. Timed apart: `schedule` (who runs, and the step's slots, tables and
 lengths through `DecodeBatch`), `load` (input ids and positions for the model), `commit` (K/V are written; full blocks
-enter the prefix index) and `take` (each token to its sequence, who ends). The model is not there; a token is a number. The engine's own share on top (sampling and
-detokenising left out) is the last column: what `Engine.step` does beyond these, the events included.
+enter the prefix index) and `take` (each token to its sequence, who ends). The model is not there; a token is a number.
+The last column is the whole `Engine.step` without sampling and without a tokenizer: what it does beyond these is an
+event for each token.
 
 Why it matters: at batch 256 a decode step of a small model takes a few milliseconds; Python per row would eat a tenth.
 Read the median; `worst` is the 99th percentile and holds the steps in which many rows take a block at once.

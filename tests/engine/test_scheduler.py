@@ -403,3 +403,50 @@ def test_settings_that_can_not_work(worlds: Any) -> None:
         worlds.make(8, 4, max_num_seqs=4, max_num_batched_tokens=3)
     with pytest.raises(ArgumentError, match="at least one prompt token and one to generate, got 0 and 1"):
         worlds.make(8, 4).add(1, [], 1)
+
+
+def test_b105_rolling_back_drafts(worlds: Any) -> None:
+    """10 tokens, 4 drafts appended, some accepted: blocks, lengths and the next slot."""
+    for accepted, num_blocks in ((1, 3), (0, 3), (4, 4)):
+        manager = worlds.make(8, 4, cached=False).manager
+        manager.create_sequence(1)
+        manager.append_tokens(1, 10)
+        manager.append_tokens(1, 4)
+        assert (len(manager.sequences[1].block_table), manager.num_free_blocks) == (4, 4)
+        manager.truncate_sequence(1, 10 + accepted)
+        state = manager.sequences[1]
+        assert (state.sequence_length, len(state.block_table)) == (10 + accepted, num_blocks)
+        assert manager.num_free_blocks == 8 - num_blocks
+        slot = manager.append_token(1)
+        position = 10 + accepted
+        assert slot == manager.sequences[1].block_table[position // 4] * 4 + position % 4
+
+
+def test_b105_drafts_change_no_token(worlds: Any) -> None:
+    """200 rounds of drafts of which any number is right: what is kept is what one by one would have given."""
+    rng = np.random.default_rng(5)
+    manager = worlds.make(300, 4).manager
+    known = tokens(1, 5)
+    manager.admit(1, known, out=np.zeros(5, dtype=np.int64))
+    manager.commit(1, 5)
+    known.append(worlds.next_token(known))
+    for _ in range(200):
+        num_drafts, num_right = int(rng.integers(0, 5)), int(rng.integers(0, 5))
+        drafts = [*known]
+        for place in range(num_drafts):
+            token = worlds.next_token(drafts)
+            drafts.append(token if place < num_right else token + 1)
+        start = len(known) - 1  # the last known token is not computed yet
+        manager.append_tokens(1, drafts[start:])
+        accepted = min(num_right, num_drafts)
+        manager.truncate_sequence(1, start + 1 + accepted)
+        manager.commit(1, start + 1 + accepted)
+        known = drafts[: len(known) + accepted]
+        known.append(worlds.next_token(known))
+        assert manager.sequences[1].sequence_length == len(known) - 1
+        if len(known) > 1000:
+            break
+    assert known[5:] == worlds.solo(tokens(1, 5), len(known) - 5)
+    manager.release_sequence(1)
+    assert manager.stats.live == 0
+    assert manager.check_invariants() == []

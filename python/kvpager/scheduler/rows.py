@@ -3,10 +3,12 @@
 Rows are numbered as the batch numbers them: a new one is the last, a removed one's place is taken by the last.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpager.scheduler.sequence import Sequence
 from kvpager.scheduler.step import Integers
@@ -54,3 +56,46 @@ class Rows:
             last.row = row
             for column in (self.length, self.next_input, self.left):
                 column[row] = column[len(self.sequences)]
+
+    def share_out(self, prefilling: list[Sequence], max_num_tokens: int) -> Integers:
+        """Tokens of each row in a step: one for those who decode, what is left for prefills, best rank first."""
+        counts = np.ones(len(self.sequences), dtype=np.int64)
+        budget = max_num_tokens - (len(counts) - len(prefilling))
+        for sequence in sorted(prefilling, key=lambda each: each.rank):
+            uncomputed = len(sequence.token_ids) - int(self.length[sequence.row])
+            counts[sequence.row] = min(budget, uncomputed)
+            budget -= int(counts[sequence.row])
+        return counts
+
+    def inputs(self, counts: Integers, prefilling: Iterable[Sequence], out: Integers) -> Integers:
+        """The tokens that `counts` says to compute, row after row, in the front of `out`."""
+        starts = np.cumsum(counts) - counts
+        input_ids = out[: int(counts.sum())]
+        decodes = np.ones(len(counts), dtype=np.bool_)
+        for sequence in prefilling:
+            row = sequence.row
+            decodes[row] = False
+            first, num, start = int(self.length[row]), int(counts[row]), int(starts[row])
+            input_ids[start : start + num] = sequence.token_ids[first : first + num]
+        input_ids[starts[decodes]] = self.next_input[: len(counts)][decodes]
+        return input_ids
+
+
+class StopTable:
+    """Which tokens end anyone: a look-up for a whole batch, so that only suspects are asked one by one."""
+
+    def __init__(self) -> None:
+        self._is_stop = np.zeros(1, dtype=np.bool_)  # by token; the last element stands for all beyond, False
+
+    def learn(self, token_ids: Collection[int]) -> None:
+        """Add tokens. They stay: a suspect that ends nobody costs a look."""
+        known, most = self._is_stop, max(token_ids, default=-1)
+        if most + 1 >= len(known):
+            self._is_stop = np.zeros(most + 2, dtype=np.bool_)
+            self._is_stop[: len(known)] = known
+        for token in token_ids:
+            self._is_stop[token] = True
+
+    def may_stop(self, token_ids: Integers) -> NDArray[np.bool_]:
+        """For each token [R] whether it ends somebody."""
+        return self._is_stop[np.minimum(token_ids, len(self._is_stop) - 1)]

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpager.errors import ArgumentError, ConfigError, OutOfBlocksError, SequenceTooLongError, StateError
-from kvpager.scheduler.rows import RowFollower, Rows
+from kvpager.scheduler.rows import RowFollower, Rows, StopTable
 from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
 
@@ -85,7 +85,7 @@ class Scheduler:
         self._input_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._no_slots = np.zeros(0, dtype=np.int64)
         self._refused: tuple[Sequence, int, int] | None = None
-        self._may_stop = np.zeros(1, dtype=np.bool_)  # by token; the last element stands for all beyond, False
+        self._stops = StopTable()
 
     # Who is here ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Scheduler:
         for each in (sequence, *sequence.pending):
             each.arrival = self._num_added
             self._num_added += 1
-            self._learn_stops(each.stop_token_ids)
+            self._stops.learn(each.stop_token_ids)
         self._waiting.push(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
         rows.left[where] -= 1
         for sequence, token in zip(sequences, token_ids.tolist(), strict=True):
             sequence.token_ids.append(token)
-        ends = (rows.left[where] == 0) | self._may_stop[np.minimum(token_ids, len(self._may_stop) - 1)]
+        ends = (rows.left[where] == 0) | self._stops.may_stop(token_ids)
         if is_ok is not None:
             ends |= ~is_ok
         ended: list[Sequence] = []
@@ -333,22 +333,8 @@ class Scheduler:
         rows, B = self._rows, len(self._rows.sequences)
         if not self._prefilling:
             return None, rows.next_input[:B]
-        counts = np.ones(B, dtype=np.int64)
-        chunks = sorted(self._prefilling, key=lambda sequence: sequence.rank)
-        budget = self.max_num_batched_tokens - (B - len(chunks))
-        for sequence in chunks:
-            counts[sequence.row] = min(budget, self._uncomputed(sequence))
-            budget -= int(counts[sequence.row])
-        starts = np.cumsum(counts) - counts
-        input_ids = self._input_ids[: int(counts.sum())]
-        decodes = np.ones(B, dtype=np.bool_)
-        for sequence in chunks:
-            row = sequence.row
-            decodes[row] = False
-            first, num, start = int(rows.length[row]), int(counts[row]), int(starts[row])
-            input_ids[start : start + num] = sequence.token_ids[first : first + num]
-        input_ids[starts[decodes]] = rows.next_input[:B][decodes]
-        return counts, input_ids
+        counts = rows.share_out(list(self._prefilling), self.max_num_batched_tokens)
+        return counts, rows.inputs(counts, self._prefilling, self._input_ids)
 
     def _step_taken(
         self,
@@ -425,15 +411,6 @@ class Scheduler:
 
     def _uncomputed(self, sequence: Sequence) -> int:
         return len(sequence.token_ids) - int(self._rows.length[sequence.row])
-
-    def _learn_stops(self, token_ids: Iterable[int]) -> None:
-        known = self._may_stop
-        most = max(token_ids, default=-1)
-        if most + 1 >= len(known):
-            self._may_stop = np.zeros(most + 2, dtype=np.bool_)
-            self._may_stop[: len(known)] = known
-        for token in token_ids:
-            self._may_stop[token] = True
 
     def _stalled(self) -> StateError:
         sequence, stats = self._waiting.first(), self.manager.stats
