@@ -64,7 +64,9 @@ class Count:
 def build(bench: str) -> Path:
     """Builds the bench and returns the path of its executable."""
     command = ["cargo", "bench", "--quiet", "--locked", "--no-run", "--bench", bench, "--message-format=json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise CannotCountError(f"cargo could not build the bench `{bench}`")
     for message in map(json.loads, done.stdout.splitlines()):
         if message.get("executable") and message["target"]["name"] == bench:
             return Path(message["executable"])
