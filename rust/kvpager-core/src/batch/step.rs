@@ -3,7 +3,7 @@
 
 use super::{Batch, BatchBuffers, BatchId, BatchStep};
 use crate::admission::check_token_ids;
-use crate::append::check_num_ids;
+use crate::demand::check_num_ids;
 use crate::{BlockManager, Error, Result, TokenId};
 
 impl Batch {
