@@ -5,7 +5,7 @@ ends a call - its last token, an exception, a closed iterator, Ctrl-C - ends its
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class LLM:
             ConfigError: the model has no tokenizer or no chat template.
             ArgumentError: the template refuses these messages.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [self.encode_chat(each, **variables) for each in conversations]
         return self.generate(
             prompts, sampling_params, max_tokens=max_tokens, temperature=temperature, show_progress=show_progress
