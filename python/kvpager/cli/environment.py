@@ -11,7 +11,11 @@ _TELLING_FEATURES = (
     *("sse4_2", "f16c", "fma", "avx", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16"),
 )
-_OPTIONAL = {"transformers": "for comparisons with its attention", "huggingface_hub": "to fetch models by name"}
+_OPTIONAL = {
+    "transformers": "for comparisons with its attention",
+    "gguf": "to load quantised GGUF files",
+    "huggingface_hub": "to fetch models by name",
+}
 
 
 def describe() -> list[tuple[str, str]]:
