@@ -132,8 +132,9 @@ class PagedKVCache:
         scales = None
         if self.quantised:
             num_codes = num_kv_heads * block_size * head_dim
-            scales = by_layer[..., -num_kv_heads * block_size * _SCALE_BYTES :].view(torch.float32).unflatten(3, inner)
-            by_layer = by_layer[..., :num_codes].view(self.dtype).unflatten(3, (*inner, head_dim))
+            scales = by_layer[..., -num_kv_heads * block_size * _SCALE_BYTES :].view(torch.float32)
+            scales = torch.unflatten(scales, 3, inner)
+            by_layer = torch.unflatten(by_layer[..., :num_codes].view(self.dtype), 3, (*inner, head_dim))
         self.key_cache: tuple[Tensor, ...] = tuple(layer[0] for layer in by_layer)
         self.value_cache: tuple[Tensor, ...] = tuple(layer[1] for layer in by_layer)
         self.key_scale: tuple[Tensor, ...] = () if scales is None else tuple(layer[0] for layer in scales)
