@@ -123,12 +123,11 @@ class Shares:
         return timed
 
 
-def measure_batch(llm: LLM, theirs: Any, batch: int, num_new: int, rounds: int) -> dict[str, float]:
+def measure_batch(llm: LLM, watch: Shares, theirs: Any, batch: int, num_new: int, rounds: int) -> dict[str, float]:
     prompts: Any = make_prompts(batch, llm.model_config.vocab_size)
     params = SamplingParams(max_tokens=num_new, ignore_eos=True)
     ours_best, theirs_best, linear = float("inf"), float("inf"), float("inf")
     shares: dict[str, float] = {}
-    watch = Shares(llm)
     for _ in range(rounds):
         llm.block_manager.reset_prefix_cache()
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
@@ -184,16 +183,17 @@ def main() -> None:
         folder = Path(name)
         theirs.save_pretrained(folder)
         llm = LLM(folder, dtype="float32", num_blocks=1024)
+        watch = Shares(llm)
         print(f"{arguments.model}, float32, {torch.get_num_threads()} threads, output tokens/s, prefill included")
         print("batch   kvpager  transformers  ratio  ceiling  of it | linear  attention   host")
         rows = []
         for batch in map(int, arguments.batches.split(",")):
-            row = measure_batch(llm, theirs, batch, arguments.new, arguments.rounds)
+            row = measure_batch(llm, watch, theirs, batch, arguments.new, arguments.rounds)
             rows.append(row)
             rates = f"{row['kvpager']:9.1f} {row['transformers']:13.1f} {row['ratio']:6.2f} {row['ceiling']:8.2f}"
             shares = f"{row['linear']:6.0%} {row['attention']:10.0%} {row['host']:6.0%}"
             print(f"{batch:5d} {rates} {row['of_ceiling']:6.0%} | {shares}")
-        del llm, theirs
+        del llm, watch, theirs
         gc.collect()
         cached = measure_prefix_cache(folder)
         print("mean seconds to first token, 64 prompts of 1,024 shared + 32 own tokens: ", end="")
