@@ -12,8 +12,8 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python lint format bench bench-metadata instructions instructions-update soak \
-	build wheel docs clean
+.PHONY: help demo demo-real test test-rust test-python sanitize lint format bench bench-ops bench-metadata \
+	instructions instructions-update soak build wheel docs clean
 
 help: ## list the targets
 	@echo "kvpager: a paged key/value cache for large language models"
@@ -43,6 +43,13 @@ test-rust: ## tests and examples of the Rust core (needs no Python)
 test-python: $(BUILT) ## tests of the package
 	$(PY) -m pytest
 
+# Torch loads no sanitized library of itself, so the sanitizer's run time goes first. Python leaks on purpose.
+sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(PY) build_backend/native_build.py --sanitize
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python \
+		KVPAGER_NATIVE=build/sanitized/_C.abi3.so $(PY) -m pytest -q -p no:cacheprovider tests/ops -k "not emulated and not reference" \
+		--deselect tests/ops/test_native.py --ignore tests/ops/test_build.py --ignore tests/ops/test_cuda.py
+
 lint: $(BUILT) ## formatting, lints, types and stubs
 	cargo fmt --all --check
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
@@ -62,6 +69,9 @@ format: $(BUILT) ## let the formatters rewrite the sources
 bench: $(BUILT) ## the allocator in Rust (criterion), then through Python
 	cargo bench allocator
 	$(PY) benches/binding.py
+
+bench-ops: $(BUILT) ## attention against the roofline of this machine
+	$(PY) benches/ops.py --plot build/roofline.png
 
 bench-metadata: $(BUILT) ## the metadata plane: beside a floor, by pool size, through Python
 	cargo bench --bench metadata

@@ -47,6 +47,8 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Such sources vectorise by hand. gcc 12 takes the intrinsics' undefined registers for mistakes.
 ISA_SOURCE_FLAGS = ("-fno-tree-vectorize", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+# For `make sanitize`: what is out of bounds or undefined stops the process, with the line.
+SANITIZE_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_JOBS = 2
 
 
@@ -96,14 +98,16 @@ class _Step:
     name: str
 
 
-def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport:
+def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool = False) -> BuildReport:
     """Build csrc/ of the source tree `root` into the library `out`; see the module's header.
 
-    Returns at once when nothing changed. Never raises for what the machine lacks or a compiler refuses.
+    With `sanitize`, only the CPU kernels, checked at run time by AddressSanitizer and UndefinedBehaviorSanitizer: a
+    process that loads the result must have preloaded the former. Returns at once when nothing changed. Never raises
+    for what the machine lacks or a compiler refuses.
     """
     started = time.monotonic()
     report = BuildReport(out)
-    cache = root / "build" / "native"
+    cache = root / "build" / ("sanitized" if sanitize else "native")
     try:
         torch_dir = _find_torch()
         compiler = _find_compiler()
@@ -112,6 +116,8 @@ def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport
         cuda_flags: tuple[str, ...] = ()
         link_cuda: tuple[str, ...] = ()
         try:
+            if sanitize:
+                raise _BuildError("left out of a sanitized build")
             cuda_home = _find_cuda()
             cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home)
             cuda_objects = _compile(cuda_steps, report, verbose)
@@ -126,9 +132,10 @@ def build_native(root: Path, out: Path, *, verbose: bool = False) -> BuildReport
             )
         except _BuildError as error:
             report.cuda_reason = str(error)
-        steps = _cpu_steps(root, cache, torch_dir, compiler, cuda_flags)
+        steps = _cpu_steps(root, cache, torch_dir, compiler, (*cuda_flags, *(SANITIZE_FLAGS if sanitize else ())))
         objects = _compile(steps, report, verbose) + cuda_objects
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *link_cuda)
+        link += SANITIZE_FLAGS if sanitize else ()
         _link(link, cache, out, verbose)
         report.built = True
     except _BuildError as error:
@@ -299,10 +306,14 @@ def main() -> int:
     """Build in place; exit status 1 if that did not work."""
     parser = argparse.ArgumentParser(description="Build csrc/ into python/kvpager/_C.abi3.so.")
     parser.add_argument("--verbose", action="store_true", help="show the commands and what compilers say")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="build into build/sanitized/_C.abi3.so, for `make sanitize`"
+    )
     parser.add_argument("--require-cuda", action="store_true", help="fail if the CUDA kernels can't be compiled in")
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
-    report = build_native(root, root / "python" / "kvpager" / "_C.abi3.so", verbose=options.verbose)
+    out = root / ("build/sanitized/_C.abi3.so" if options.sanitize else "python/kvpager/_C.abi3.so")
+    report = build_native(root, out, verbose=options.verbose, sanitize=options.sanitize)
     print(report)
     return 0 if report.built and (report.cuda or not options.require_cuda) else 1
 

@@ -2,7 +2,8 @@
 
 The library lies beside this file and only registers kernels for the ops of `kvpager.ops.schemas`. It is loaded once,
 when `kvpager.ops` is first imported. Without it everything works on the reference kernels, slowly; that is logged once,
-as a warning of the logger `kvpager`. `KVPAGER_NATIVE=0` asks for the reference kernels on purpose.
+as a warning of the logger `kvpager`. `KVPAGER_NATIVE=0` asks for the reference kernels on purpose, and
+`KVPAGER_NATIVE=<path>` for a library that lies elsewhere.
 
 The hot CPU kernels exist once for each instruction set; the best one of this CPU runs. `KVPAGER_CPU_ISA` forces another
 one ("baseline", "avx2", "avx512" or "avx512_bf16"); if that can't run here it is logged and the best one stays.
@@ -22,7 +23,8 @@ from kvpager.errors import ConfigError
 
 logger = logging.getLogger("kvpager")
 
-LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so")
+_ASKED = os.environ.get("KVPAGER_NATIVE", "")
+LIBRARY_PATH = Path(__file__).with_name("_C.abi3.so") if _ASKED in ("", "0", "1") else Path(_ASKED).resolve()
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _settle_cpu_isa() -> tuple[tuple[str, ...], str]:
 
 def _load() -> str:
     """Load the library; returns why that did not work, or nothing."""
-    if os.environ.get("KVPAGER_NATIVE") == "0":
+    if _ASKED == "0":
         return "`KVPAGER_NATIVE=0` is set"
     if not LIBRARY_PATH.exists():
         return f"no library at `{LIBRARY_PATH}`; `make build` makes it, with a C++ compiler"

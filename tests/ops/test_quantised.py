@@ -21,8 +21,9 @@ def ints(*values):
 class Pool:
     """A quantised pool, poisoned: NaN scales and codes of every kind in what is not written."""
 
-    def __init__(self, N, K, S, D, dtype, layout="HND", one_scale=None):
-        self.cache = PagedKVCache(1, N, K, S, D, dtype=dtype, layout=layout)
+    def __init__(self, *shape, dtype, layout="HND", one_scale=None):
+        """`shape` is N, K, S, D."""
+        self.cache = PagedKVCache(1, *shape, dtype=dtype, layout=layout)
         self.cache.storage.random_(0, 256, generator=torch.Generator().manual_seed(0))
         self.cache.key_scale[0].fill_(NAN)
         self.cache.value_scale[0].fill_(NAN)
@@ -58,7 +59,7 @@ def test_native_codes_are_those_of_the_specification(isa, dtype, seed):
     number = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     rows = (torch.randn(2, T, K, D, generator=generator) * 10 ** rng.uniform(-4, 4)).clamp(-6e4, 6e4).to(number)
     one = rng.choice((None, 0.05))
-    pool = Pool(5, K, 4, D, dtype, layout=rng.choice(("HND", "NHD")), one_scale=one)
+    pool = Pool(5, K, 4, D, dtype=dtype, layout=rng.choice(("HND", "NHD")), one_scale=one)
     slots = torch.randperm(20, generator=generator)[:T]
     pool.write(rows[0], rows[1], slots)
     for cache, scale, numbers in zip(pool.caches, pool.scales.values(), rows, strict=True):
@@ -85,7 +86,9 @@ def check_attention(case_seed, dtype, tolerance):
     number = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     lengths = [rng.randint(0, 4 * S + 1) for _ in range(3)] + [2 * S]
     widths = [-(-length // S) for length in lengths]
-    pool = Pool(sum(widths) + 2, K, S, D, dtype, layout=rng.choice(("HND", "NHD")), one_scale=rng.choice((None, 0.03)))
+    pool = Pool(
+        sum(widths) + 2, K, S, D, dtype=dtype, layout=rng.choice(("HND", "NHD")), one_scale=rng.choice((None, 0.03))
+    )
     order = torch.randperm(sum(widths) + 2, generator=generator).tolist()
     table = torch.full((4, max(widths) + 1), -1, dtype=torch.int32)
     for row, width in enumerate(widths):
@@ -201,7 +204,7 @@ def test_b084_scales_take_effect(kernels, path):
 @kernels_on_cpu
 @pytest.mark.parametrize("dtype", CODES)
 def test_b085_rows_of_zeros_and_of_almost_nothing(kernels, dtype):
-    pool = Pool(2, 1, 4, 8, dtype)
+    pool = Pool(2, 1, 4, 8, dtype=dtype)
     rows = torch.zeros(5, 1, 8)
     rows[1, 0, 3], rows[2], rows[3] = 5.0, 1e-30, 1e-44
     rows[4] = torch.arange(8.0)
@@ -220,7 +223,7 @@ def test_b085_rows_of_zeros_and_of_almost_nothing(kernels, dtype):
 @kernels_on_cpu
 @pytest.mark.parametrize("scale", [0.0, -1.0, NAN, INF])
 def test_b085_a_scale_that_is_no_positive_number_is_refused(kernels, scale):
-    pool = Pool(2, 1, 4, 8, torch.int8, one_scale=scale)
+    pool = Pool(2, 1, 4, 8, dtype=torch.int8, one_scale=scale)
     before = pool.cache.storage.clone()
     with pytest.raises(ArgumentError, match="`key_scale`: wanted a positive number as the one scale"):
         pool.write(torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.tensor([0]))
@@ -236,13 +239,13 @@ def test_b086_int8_codes(kernels):
         ([-1, -0.5, 0, 0.5, 1], [-127, -64, 0, 64, 127], [-1, -0.503937, 0, 0.503937, 1]),
         ([3, -4, 2], [95, -127, 64], [2.992126, -4, 2.015748]),
     ):
-        pool = Pool(1, 1, 1, len(numbers), torch.int8)
+        pool = Pool(1, 1, 1, len(numbers), dtype=torch.int8)
         row = torch.tensor(numbers, dtype=torch.float32).reshape(1, 1, -1)
         pool.write(row, row, torch.tensor([0]))
         assert pool.caches[0].flatten().tolist() == codes
         read, _ = ops.gather_kv(*pool.caches, ints(0).reshape(1, 1), ints(1), **pool.scales)
         torch.testing.assert_close(read.flatten(), torch.tensor(back), rtol=0, atol=1e-6)
-    pool = Pool(1, 1, 1000, 100, torch.int8)
+    pool = Pool(1, 1, 1000, 100, dtype=torch.int8)
     rows = torch.randn(1000, 1, 100, generator=torch.Generator().manual_seed(0)) * 3
     pool.write(rows, rows, torch.arange(1000))
     read, _ = ops.gather_kv(*pool.caches, ints(0).reshape(1, 1), ints(1000), **pool.scales)
@@ -301,7 +304,7 @@ def test_b089_what_came_first_sets_no_scale(kernels, dtype):
     rows = torch.rand(8, 1, 16, generator=generator) * 20 - 10
     pools = []
     for warm in (True, False):
-        pool = Pool(2, 1, 8, 16, dtype)
+        pool = Pool(2, 1, 8, 16, dtype=dtype)
         if warm:
             pool.write(rows / 1000, rows / 1000, torch.arange(8))
         pool.write(rows, rows, torch.arange(8, 16))
@@ -321,7 +324,7 @@ def test_b089_what_came_first_sets_no_scale(kernels, dtype):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_row_with_a_nan_or_an_inf_reads_as_nan(kernels, dtype, bad):
-    pool = Pool(1, 2, 2, 4, dtype)
+    pool = Pool(1, 2, 2, 4, dtype=dtype)
     rows = torch.ones(2, 2, 4)
     rows[0, 1, 2] = bad
     pool.write(rows, rows, torch.arange(2))

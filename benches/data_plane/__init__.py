@@ -1,0 +1,1 @@
+"""What benches/ops.py is made of."""
