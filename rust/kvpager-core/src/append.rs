@@ -24,8 +24,8 @@ pub(crate) struct Scratch {
     pub(crate) rows: Vec<u32>,
     /// Of each row of the sequence table: tokens that earlier mentions of the batch append (or commit to).
     pub(crate) planned: Vec<u64>,
-    /// Rows that filled a block in a commit.
-    pub(crate) filled: Vec<u32>,
+    /// Rows that filled a block in a commit, and the number of tokens they were committed to then.
+    pub(crate) filled: Vec<(u32, u64)>,
     /// Of a shared tail: holders that have left it for a copy earlier in the batch.
     pub(crate) leaving: FxHashMap<BlockId, u32>,
 }

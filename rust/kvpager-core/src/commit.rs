@@ -118,7 +118,7 @@ impl BlockManager {
                 break;
             }
             if chain.has_filled(n, config.block_size()) {
-                filled.push(row);
+                filled.push((row, n));
             }
             num_done += 1;
         }
@@ -129,9 +129,9 @@ impl BlockManager {
             return false;
         }
         for at in 0..self.scratch.filled.len() {
-            let row = self.scratch.filled[at] as usize;
-            let n = self.sequences.chains[row].computed;
-            self.index_full_blocks(row, n - 1, n);
+            // A sequence named again may have gone on since: index up to what this mention reached.
+            let (row, n) = self.scratch.filled[at];
+            self.index_full_blocks(row as usize, n - 1, n);
         }
         true
     }

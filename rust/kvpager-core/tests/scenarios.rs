@@ -370,3 +370,17 @@ fn outputs_of_the_wrong_size_are_refused() {
     refused(manager.append_batch(&[1], Some(&[]), &mut Vec::new()), "counts");
     manager.write_block_tables(&[], 0, &mut []).unwrap();
 }
+
+#[test]
+fn a_sequence_named_twice_in_a_commit_indexes_what_each_mention_filled() {
+    for block_size in [1, 2, 3] {
+        let config = Config::new(8, block_size).unwrap().with_prefix_caching(true);
+        let mut manager = BlockManager::new(config).unwrap();
+        manager.create_sequence(1).unwrap();
+        manager.append_tokens(1, block_size + 1, &mut Vec::new()).unwrap();
+        manager.commit_ids(1, block_size - 1, &vec![7; block_size as usize - 1]).unwrap();
+        manager.commit_batch(&[1, 1], &[block_size, block_size + 1], Some(&[7, 7])).unwrap();
+        assert_eq!(manager.stats().indexed, (block_size + 1) / block_size);
+        assert_sound(&manager);
+    }
+}
