@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -219,6 +219,8 @@ def reference_set(scores: Tensor, params: SamplingParams) -> set[int]:
     return set(probabilities.nonzero()[:, 0].tolist())
 
 
+@example(1, 300, 0, 0.5, 0.0, 0.3, 0.1, True)  # all equal: the floor is the best height itself
+@example(1, 300, 257, 1.0, 0.0, 0.3, 0.1, True)
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 10**6),

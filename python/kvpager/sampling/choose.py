@@ -224,8 +224,8 @@ def _bisect(is_enough: Callable[[Tensor], Tensor], heights: Tensor) -> Tensor:
     deep = torch.full((len(heights),), int(infinity), dtype=integers, device=heights.device)  # bits of -floor
     shallow = torch.full_like(deep, -1)  # never enough
     for _ in range(bits):
-        middle = shallow + (deep - shallow) // 2
-        enough = is_enough(-middle.clamp(min=0).view(heights.dtype))
+        middle = deep - (deep - shallow) // 2  # above `shallow` always: -1 is the bits of no number
+        enough = is_enough(-middle.view(heights.dtype))
         deep, shallow = torch.where(enough, middle, deep), torch.where(enough, shallow, middle)
     return -deep.view(heights.dtype)
 
