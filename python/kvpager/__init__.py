@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvpager.block_manager import Admission as Admission
     from kvpager.block_manager import KVBlockManager as KVBlockManager
     from kvpager.block_manager import SequenceState as SequenceState
     from kvpager.cache import AttentionMetadata as AttentionMetadata
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvpager.decode_batch import DecodeBatch as DecodeBatch
     from kvpager.engine import LLM as LLM
     from kvpager.engine import CompletionOutput as CompletionOutput
+    from kvpager.engine import Engine as Engine
     from kvpager.engine import RequestOutput as RequestOutput
     from kvpager.sampling import SamplingParams as SamplingParams
 
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "KVBlockManager": "kvpager.block_manager",
     "SequenceState": "kvpager.block_manager",
+    "Admission": "kvpager.block_manager",
     "DecodeBatch": "kvpager.decode_batch",
     "BatchBuffers": "kvpager.decode_batch",
     "BatchStep": "kvpager.decode_batch",
     "AttentionMetadata": "kvpager.cache",
     "PagedKVCache": "kvpager.cache",
     "LLM": "kvpager.engine",
+    "Engine": "kvpager.engine",
     "RequestOutput": "kvpager.engine",
     "CompletionOutput": "kvpager.engine",
     "SamplingParams": "kvpager.sampling",
