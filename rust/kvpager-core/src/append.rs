@@ -22,6 +22,10 @@ use crate::{BlockId, Config, Error, Result, SequenceId, Slot, TokenId};
 pub(crate) struct Scratch {
     /// Of each mention in the batch: the row of its sequence. Kept as guesses for the next batch.
     pub(crate) rows: Vec<u32>,
+    /// The ids that `rows` were found for while no sequence had come or gone since, if the number below says so.
+    pub(crate) ids: Vec<SequenceId>,
+    /// [`SequenceTable::num_changes`] at that time; none while `rows` are guesses.
+    pub(crate) found_at: Option<u64>,
     /// Of each row of the sequence table: tokens that earlier mentions of the batch append (or commit to).
     pub(crate) planned: Vec<u64>,
     /// Rows that filled a block in a commit, and the number of tokens they were committed to then.
@@ -324,10 +328,18 @@ impl BlockManager {
     /// Finds the sequences of a batch and leaves their rows in `scratch.rows`.
     #[inline]
     pub(crate) fn find_rows(&mut self, ids: &[SequenceId]) -> Result<()> {
+        // Mostly a batch names what the one before it named, and nothing came or went.
+        if self.scratch.found_at == Some(self.sequences.num_changes) && self.scratch.ids == ids {
+            return Ok(());
+        }
+        self.scratch.found_at = None;
         self.scratch.rows.resize(ids.len(), u32::MAX);
         for (row, &sequence_id) in self.scratch.rows.iter_mut().zip(ids) {
             *row = self.sequences.find_near(sequence_id, *row)?;
         }
+        self.scratch.ids.clear();
+        self.scratch.ids.extend_from_slice(ids);
+        self.scratch.found_at = Some(self.sequences.num_changes);
         Ok(())
     }
 }
@@ -354,14 +366,19 @@ fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence
                 tail
             }
         }
-        _ => {
-            let block = pool.take();
-            sequence.table.push(block);
-            block
-        }
+        _ => return open_block(config, pool, sequence),
     };
     sequence.open = config.block_size() - offset;
     sequence.next_slot = config.slot(block, offset);
+}
+
+/// Opens the next block of a sequence whose blocks are full.
+#[inline]
+fn open_block(config: &Config, pool: &mut Pool, sequence: &mut Sequence) {
+    let block = pool.take();
+    sequence.table.push(block);
+    sequence.open = config.block_size();
+    sequence.next_slot = config.slot(block, 0);
 }
 
 /// Appends a settled run.
@@ -375,9 +392,12 @@ pub(crate) fn append_run(
     slots: &mut Vec<Slot>,
 ) {
     let mut remaining = num_tokens;
+    if remaining > 0 && sequence.open == 0 {
+        open_tail(config, pool, copies, sequence);
+    }
     while remaining > 0 {
         if sequence.open == 0 {
-            open_tail(config, pool, copies, sequence);
+            open_block(config, pool, sequence);
         }
         let taken = remaining.min(sequence.open);
         let first = sequence.advance(taken);

@@ -105,24 +105,29 @@ impl BlockManager {
     /// with it. Anything else takes back what the pass did and leaves the rest to the general way.
     fn commit_step(&mut self, ns: &[u64], token_ids: &[TokenId]) -> bool {
         let Self { config, sequences, scratch, copies, .. } = self;
-        if copies.len() > 0 || !config.prefix_caching() || token_ids.len() != ns.len() {
+        let Scratch { rows, filled, .. } = scratch;
+        let num_rows = rows.len();
+        if copies.len() > 0 || !config.prefix_caching() || token_ids.len() != num_rows || ns.len() != num_rows
+        {
             return false;
         }
-        let Scratch { rows, filled, .. } = scratch;
         filled.clear();
-        let SequenceTable { rows: sequences, chains, .. } = sequences;
+        // Slices of one length each, so that their bounds are checked once.
+        let (sequences, chains) = (&sequences.rows[..], &mut sequences.chains[..sequences.rows.len()]);
+        let (ns, token_ids, block_size) = (&ns[..num_rows], &token_ids[..num_rows], config.block_size());
         let mut num_done = 0;
-        for ((&row, &n), &token_id) in rows.iter().zip(ns).zip(token_ids) {
-            let chain = &mut chains[row as usize];
-            if n > sequences[row as usize].length || !chain.commit_next(n, token_id) {
+        while num_done < num_rows {
+            let (row, n) = (rows[num_done] as usize, ns[num_done]);
+            let chain = &mut chains[row];
+            if n > sequences[row].length || !chain.commit_next(n, token_ids[num_done]) {
                 break;
             }
-            if chain.has_filled(n, config.block_size()) {
-                filled.push((row, n));
+            if chain.has_filled(n, block_size) {
+                filled.push((rows[num_done], n));
             }
             num_done += 1;
         }
-        if num_done < ns.len() {
+        if num_done < num_rows {
             for &row in &rows[..num_done] {
                 chains[row as usize].uncommit_last();
             }
@@ -202,21 +207,32 @@ impl BlockManager {
         let SequenceTable { rows, chains, spare, .. } = sequences;
         let (chain, table) = (&mut chains[row], &mut rows[row].table);
         let block_size = config.block_size() as usize;
-        let (first, behind) = (before as usize / block_size, n as usize / block_size);
-        if first != chain.num_indexed || chain.is_stale {
+        // The block that the computed tokens ended in before must be the next to enter.
+        let first = chain.num_indexed;
+        let next = before as usize;
+        if next < first * block_size || next >= (first + 1) * block_size || chain.is_stale {
             return;
         }
+        let num_tokens = n as usize - first * block_size;
+        // Mostly it is one block, or what an earlier mention has left of it: no division.
+        let num_full = if num_tokens < 2 * block_size {
+            usize::from(num_tokens >= block_size)
+        } else {
+            num_tokens / block_size
+        };
+        let behind = first + num_full;
+        let ahead = &mut matching.ahead;
+        let mut num_ahead = 0;
         let mut parent = match first {
             0 => pool.index.root(chain.namespace),
             _ => pool.index.parent(table[first - 1]),
         };
-        let (mut ahead, mut num_ahead) = ([[0, 0]; AHEAD], 0);
         for logical in first..behind {
             let at = (logical - first) % AHEAD;
             if at == 0 && behind - first > 1 && chain.items.is_none() {
                 let stop = behind.min(logical + AHEAD) * block_size;
                 let known = chain.known((logical * block_size) as u64, stop as u64);
-                num_ahead = known.map_or(0, |ids| pool.index.chain_ahead(&parent, ids, &mut ahead));
+                num_ahead = known.map_or(0, |ids| pool.index.chain_ahead(&parent, ids, ahead));
             }
             let start = (logical * block_size) as u64;
             let block = table[logical];

@@ -107,7 +107,8 @@ impl BlockManager {
         counts: Option<&[u64]>,
         mut check: impl FnMut(&Self, u32, u64, u64) -> Result<()>,
     ) -> Result<()> {
-        let Scratch { rows, mut planned, filled, leaving } = std::mem::take(&mut self.scratch);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let Scratch { rows, planned, .. } = &mut scratch;
         planned.resize(self.sequences.rows.len(), 0);
         let mut checked = Ok(());
         for (at, &row) in rows.iter().enumerate() {
@@ -119,10 +120,10 @@ impl BlockManager {
             }
             planned[row as usize] = planned[row as usize].saturating_add(count);
         }
-        for &row in &rows {
+        for &row in &*rows {
             planned[row as usize] = 0;
         }
-        self.scratch = Scratch { rows, planned, filled, leaving };
+        self.scratch = scratch;
         checked
     }
 

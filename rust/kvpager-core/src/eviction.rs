@@ -31,6 +31,8 @@ pub(crate) trait Eviction {
     fn remove(&mut self, links: &mut Links, block: BlockId);
     /// Takes the next victim out.
     fn pop_victim(&mut self, links: &mut Links) -> Option<BlockId>;
+    /// The next victim, or one of the next: those behind it in its list follow it.
+    fn first(&self) -> Option<BlockId>;
     /// An admission has matched `block`, which is live now.
     fn hit(&mut self, block: BlockId);
     /// `block` has lost its node and is in no list.
@@ -61,6 +63,11 @@ impl Eviction for Lru {
     #[inline]
     fn pop_victim(&mut self, links: &mut Links) -> Option<BlockId> {
         self.list.pop_front(links)
+    }
+
+    #[inline]
+    fn first(&self) -> Option<BlockId> {
+        self.list.first()
     }
 
     #[inline]
@@ -147,6 +154,10 @@ impl Eviction for Slru {
         })
     }
 
+    fn first(&self) -> Option<BlockId> {
+        self.probation.first().or_else(|| self.protected.first())
+    }
+
     fn hit(&mut self, block: BlockId) {
         self.marks[block as usize] |= MARKED;
     }
@@ -202,6 +213,11 @@ impl Policy {
     #[inline]
     pub(crate) fn pop_victim(&mut self, links: &mut Links) -> Option<BlockId> {
         each!(self, policy => policy.pop_victim(links))
+    }
+
+    #[inline]
+    pub(crate) fn first(&self) -> Option<BlockId> {
+        each!(self, policy => policy.first())
     }
 
     #[inline]

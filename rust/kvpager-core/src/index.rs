@@ -153,6 +153,12 @@ impl Index {
         num_hashes
     }
 
+    /// Reads the entry of an indexed block, or one near it; it means nothing.
+    #[inline]
+    pub(crate) fn look_at(&self, block: BlockId) -> u64 {
+        self.table[self.home(tag(self.nodes[block as usize].hash))]
+    }
+
     #[inline]
     pub(crate) fn is_leaf(&self, block: BlockId) -> bool {
         self.nodes[block as usize].num_children == 0
@@ -332,10 +338,12 @@ impl Index {
         self.table.fill(0);
     }
 
+    #[inline]
     fn home(&self, tag: u32) -> usize {
         ((u64::from(tag) * self.table.len() as u64) >> 32) as usize
     }
 
+    #[inline]
     fn after(&self, at: usize) -> usize {
         if at + 1 == self.table.len() { 0 } else { at + 1 }
     }

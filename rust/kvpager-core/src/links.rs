@@ -1,4 +1,4 @@
-//! Doubly linked lists of block ids, threaded through two arrays that all lists share. A block is in at most one list
+//! Doubly linked lists of block ids, threaded through one array that all lists share. A block is in at most one list
 //! at a time (the ledger's when it is the destination of an owed copy, the fenced one when it has no holder left), so
 //! one pair of links per block serves all of them. Every operation is O(1) and allocates nothing.
 
@@ -10,13 +10,16 @@ const END: u32 = u32::MAX;
 /// The links of every block. Entries of blocks that are in no list mean nothing.
 #[derive(Clone, Debug)]
 pub(crate) struct Links {
-    previous: Vec<u32>,
-    next: Vec<u32>,
+    /// Of each block: the one before it and the one behind it.
+    pairs: Vec<[u32; 2]>,
 }
+
+const PREVIOUS: usize = 0;
+const NEXT: usize = 1;
 
 impl Links {
     pub(crate) fn new(num_blocks: u32) -> Self {
-        Self { previous: vec![0; num_blocks as usize], next: vec![0; num_blocks as usize] }
+        Self { pairs: vec![[0; 2]; num_blocks as usize] }
     }
 }
 
@@ -37,27 +40,28 @@ impl List {
         self.len
     }
 
+    #[inline]
     pub(crate) fn push_back(&mut self, links: &mut Links, block: BlockId) {
-        links.previous[block as usize] = self.last;
-        links.next[block as usize] = END;
+        links.pairs[block as usize] = [self.last, END];
         match self.last {
             END => self.first = block,
-            last => links.next[last as usize] = block,
+            last => links.pairs[last as usize][NEXT] = block,
         }
         self.last = block;
         self.len += 1;
     }
 
     /// Takes `block`, which must be in this list, out of it.
+    #[inline]
     pub(crate) fn remove(&mut self, links: &mut Links, block: BlockId) {
-        let (previous, next) = (links.previous[block as usize], links.next[block as usize]);
+        let [previous, next] = links.pairs[block as usize];
         match previous {
             END => self.first = next,
-            previous => links.next[previous as usize] = next,
+            previous => links.pairs[previous as usize][NEXT] = next,
         }
         match next {
             END => self.last = previous,
-            next => links.previous[next as usize] = previous,
+            next => links.pairs[next as usize][PREVIOUS] = previous,
         }
         self.len -= 1;
     }
@@ -68,9 +72,10 @@ impl List {
 
     /// The block behind one that is in a list.
     pub(crate) fn after(links: &Links, block: BlockId) -> Option<BlockId> {
-        Some(links.next[block as usize]).filter(|&next| next != END)
+        Some(links.pairs[block as usize][NEXT]).filter(|&next| next != END)
     }
 
+    #[inline]
     pub(crate) fn pop_front(&mut self, links: &mut Links) -> Option<BlockId> {
         if self.first == END {
             return None;
@@ -86,7 +91,7 @@ impl List {
         let mut at = self.first;
         (0..self.len).map_while(move |_| {
             let block = at;
-            at = *links.next.get(block as usize)?;
+            at = links.pairs.get(block as usize)?[NEXT];
             Some(block)
         })
     }

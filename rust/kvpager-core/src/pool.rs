@@ -17,7 +17,7 @@ use crate::eviction::Policy;
 use crate::fences::Fences;
 use crate::hash::Hash;
 use crate::index::{self, Gap, Index, Parent};
-use crate::links::Links;
+use crate::links::{Links, List};
 use crate::{BlockId, Config, Error, EvictionPolicy, Result, TokenId};
 
 /// A caller took the block outside any sequence.
@@ -28,6 +28,9 @@ pub(crate) const INDEXED: u8 = 2;
 pub(crate) const FENCED: u8 = 4;
 /// While fenced: its epoch is that of a copy taken out of it, later than the one in which it reached ref 0.
 pub(crate) const TAKEN: u8 = 8;
+
+/// Victims that are looked at before the first is evicted: what the nearest cache holds for sure.
+const MOST_LOOKED_AT: u64 = 128;
 
 /// Bytes of bookkeeping for each block without the index: ref count, pins, two links, owed source, stack entry (u32
 /// each) and flags.
@@ -144,6 +147,22 @@ impl Pool {
         self.live += 1;
         self.peak_live = self.peak_live.max(self.live);
         block
+    }
+
+    /// Looks at what the index has of the next victims, as many as there are no free blocks for, so that the cache misses
+    /// of their evictions run side by side.
+    pub(crate) fn look_at_victims(&self, num_blocks: u64) {
+        let num_victims = num_blocks.saturating_sub(u64::from(self.num_free()));
+        if num_victims == 0 {
+            return;
+        }
+        let (mut next, mut looked_at) = (self.cached.first(), 0);
+        for _ in 0..num_victims.min(MOST_LOOKED_AT) {
+            let Some(victim) = next else { break };
+            looked_at ^= self.index.look_at(victim);
+            next = List::after(&self.links, victim);
+        }
+        std::hint::black_box(looked_at);
     }
 
     /// Takes the next victim's space.

@@ -136,6 +136,8 @@ pub(crate) struct SequenceTable {
     pub(crate) chains: Vec<Chain>,
     pub(crate) spare: SpareIds,
     pub(crate) vacant: Vec<u32>,
+    /// How often a sequence came or went: as long as it stays, every id keeps its row.
+    pub(crate) num_changes: u64,
 }
 
 impl SequenceTable {
@@ -183,6 +185,7 @@ impl SequenceTable {
             self.chains.push(Chain::default());
             self.rows.len() as u32 - 1
         });
+        self.num_changes += 1;
         self.rows[row as usize].id = sequence_id;
         self.row_of.insert(sequence_id, row);
         row
@@ -190,6 +193,7 @@ impl SequenceTable {
 
     /// Forgets the sequence in `row`, whose blocks and namespace the caller has given back.
     pub(crate) fn remove(&mut self, row: u32) {
+        self.num_changes += 1;
         let sequence = &mut self.rows[row as usize];
         self.row_of.remove(&sequence.id);
         let mut entries = std::mem::take(&mut sequence.table.entries);
