@@ -11,7 +11,7 @@ use crate::append::{append_run, reserve_slots};
 use crate::chain::Chain;
 use crate::config::MAX_TOKEN_ID;
 use crate::hash::Hash;
-use crate::index::{AHEAD, Parent};
+use crate::index::Parent;
 use crate::keys::{NO_KEY, encode_items, encode_namespace};
 use crate::manager::BlockManager;
 use crate::pool::FENCED;
@@ -72,7 +72,7 @@ pub(crate) struct Matching {
     /// Encoded keys.
     pub(crate) bytes: Vec<u8>,
     /// Hashes of blocks that are about to be looked up.
-    pub(crate) ahead: [Hash; AHEAD],
+    pub(crate) ahead: Vec<Hash>,
 }
 
 /// What an admission does, or would do.

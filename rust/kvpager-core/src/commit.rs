@@ -222,7 +222,7 @@ impl BlockManager {
         };
         let behind = first + num_full;
         let ahead = &mut matching.ahead;
-        let mut num_ahead = 0;
+        ahead.clear();
         let mut parent = match first {
             0 => pool.index.root(chain.namespace),
             _ => pool.index.parent(table[first - 1]),
@@ -231,8 +231,10 @@ impl BlockManager {
             let at = (logical - first) % AHEAD;
             if at == 0 && behind - first > 1 && chain.items.is_none() {
                 let stop = behind.min(logical + AHEAD) * block_size;
-                let known = chain.known((logical * block_size) as u64, stop as u64);
-                num_ahead = known.map_or(0, |ids| pool.index.chain_ahead(&parent, ids, ahead));
+                ahead.clear();
+                if let Some(ids) = chain.known((logical * block_size) as u64, stop as u64) {
+                    pool.index.chain_ahead(&parent, ids, &table[logical..], ahead);
+                }
             }
             let start = (logical * block_size) as u64;
             let block = table[logical];
@@ -245,8 +247,10 @@ impl BlockManager {
                 encode_kept_items(chain, logical, block_size as u64, &mut matching.bytes);
                 (key, key_hash) = pool.index.acquire_key(&matching.bytes);
             }
-            let hash =
-                if at < num_ahead { ahead[at] } else { pool.index.chain(&parent, token_ids, key_hash) };
+            let hash = match ahead.get(at) {
+                Some(&hash) => hash,
+                None => pool.index.chain(&parent, token_ids, key_hash),
+            };
             match pool.index.find(&parent, hash, token_ids, key) {
                 Err(gap) => parent = pool.insert(gap, block, &parent, hash, token_ids, key),
                 Ok(same) => {

@@ -24,7 +24,7 @@ use crate::{BlockId, Config, TokenId};
 pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Node>() + 2 * size_of::<u64>();
 
 /// Blocks that are hashed before the first of them is looked up.
-pub(crate) const AHEAD: usize = 16;
+pub(crate) const AHEAD: usize = 64;
 
 /// Marks a parent that is a namespace, not a block (whose ids have 31 bits).
 const NAMESPACE: u32 = 1 << 31;
@@ -134,23 +134,27 @@ impl Index {
         self.hasher.chain(parent.hash, token_ids, key)
     }
 
-    /// The chain hashes of up to [`AHEAD`] blocks without extra keys; how many. Each one's place in the table is looked
-    /// at, so that the cache misses of finding them run side by side instead of one after the other.
+    /// The chain hashes of up to [`AHEAD`] blocks without extra keys, which are to be kept for `blocks`; how many. Then what
+    /// finding and inserting them will touch is looked at, all in one go, so that the cache misses run side by side
+    /// instead of one after the other.
     pub(crate) fn chain_ahead(
         &self,
         parent: &Parent,
         token_ids: &[TokenId],
-        hashes: &mut [Hash; AHEAD],
-    ) -> usize {
-        let (mut hash, mut looked_at, mut num_hashes) = (parent.hash, 0, 0);
-        for (kept, block) in hashes.iter_mut().zip(token_ids.chunks_exact(self.block_size)) {
+        blocks: &[BlockId],
+        hashes: &mut Vec<Hash>,
+    ) {
+        hashes.clear();
+        let mut hash = parent.hash;
+        hashes.extend(token_ids.chunks_exact(self.block_size).take(AHEAD).map(|block| {
             hash = self.hasher.chain(hash, block, [0, 0]);
-            *kept = hash;
-            looked_at ^= self.table[self.home(tag(hash))];
-            num_hashes += 1;
-        }
+            hash
+        }));
+        let looked_at = hashes.iter().zip(blocks).fold(0, |seen, (&hash, &block)| {
+            let entry = self.table[self.home(tag(hash))];
+            seen ^ entry ^ u64::from(self.tokens[block as usize * self.block_size])
+        });
         std::hint::black_box(looked_at);
-        num_hashes
     }
 
     /// Reads the entry of an indexed block, or one near it; it means nothing.
@@ -212,9 +216,6 @@ impl Index {
         key: u32,
     ) -> Parent {
         let at = block as usize;
-        if at >= self.nodes.len() {
-            self.nodes.resize(at + 1, Node::VACANT);
-        }
         if parent.place & NAMESPACE == 0 {
             self.nodes[parent.place as usize].num_children += 1;
         } else {
@@ -222,8 +223,13 @@ impl Index {
         }
         let id = self.next_id;
         self.next_id += 1;
-        self.nodes[at] =
-            Node { hash, id, parent_id: parent.id, parent_place: parent.place, num_children: 0, key };
+        let node = Node { hash, id, parent_id: parent.id, parent_place: parent.place, num_children: 0, key };
+        if let Some(kept) = self.nodes.get_mut(at) {
+            *kept = node;
+        } else {
+            self.nodes.resize(at, Node::VACANT);
+            self.nodes.push(node);
+        }
         self.tokens[at * self.block_size..][..self.block_size].copy_from_slice(token_ids);
         self.table[gap.0] = u64::from(tag(hash)) << 32 | u64::from(block + 1);
         self.num_nodes += 1;
