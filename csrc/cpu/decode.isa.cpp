@@ -4,7 +4,7 @@
 // head (or of the next chunk) are prefetched, a few lines for each token, since blocks lie anywhere and a slab of
 // block_size * head_dim elements is too short for the hardware to see a stream. Query heads of a kv head go through
 // the chunk in groups of up to kGroup, so that K and V come from memory once and from the first cache for the rest.
-// Rows of K times queries: four tokens at once, sums kept in vectors and reduced four at a time. Weights times rows of
+// Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a time. Weights times rows of
 // V: a tile of the head dim stays in registers over the chunk. The online softmax rescales once a chunk.
 #include "decode.h"
 #include "vec/vec.h"
@@ -15,6 +15,7 @@ namespace {
 constexpr int kChunk = 64;                           // positions; at least kWidth of every set
 constexpr int kGroup = kNumRegisters >= 32 ? 4 : 2;  // query heads that share a load of K or V
 constexpr int kMaxTokens = 8;                        // tokens that share a load of the query, at most
+constexpr int64_t kLead = 8;                         // rows of V asked for before the softmax, lest memory rest
 constexpr int64_t kLine = 64;                        // bytes
 
 // Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kMaxTokens repeat the last row.
@@ -164,7 +165,7 @@ KVPAGER_INLINE float soften(const AttentionParams<T, C>& p, const Chunk<C>& chun
 }
 
 // sums[g] = sums[g] * shrink[g] + sum over tokens of weight * value, for kPairs Pairs of the head dim from d on; the
-// last one has `last` elements. Prefetches the `share`-th part of the upcoming rows.
+// last one has `last` elements. `prefetches`: asks for the upcoming rows on the way.
 template <class C, int G, int kPairs>
 KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const Chunk<C>& chunk, int64_t offset,
                                int64_t padded, int64_t d, int64_t last, const Upcoming<C>& next, bool prefetches,
@@ -181,7 +182,7 @@ KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const 
   }
   for (int64_t i = 0; i < chunk.count; ++i) {
     const C* value = chunk.values[i] + offset + d;
-    if (prefetches) next.prefetch(i);
+    if (prefetches) next.prefetch(i + kLead);
 #pragma GCC unroll 4
     for (int c = 0; c < kPairs; ++c) {
       const Pair loaded = kPairs == 1 && last < kPair ? load_pair_partial(value, last) : load_pair(value + c * kPair);
@@ -219,6 +220,7 @@ void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const flo
   alignas(64) float scores[G * kChunk];
   float shrink[G];
   dot_rows<C, G>(query, padded, work.chunk, work.key_offset, D, work.next_keys, scores);
+  for (int64_t row = 0; row < kLead; ++row) work.next_values.prefetch(row);
   for (int g = 0; g < G; ++g)
     shrink[g] = soften(p, work.chunk, work.key_scales, work.value_scales, scores + g * kChunk, tops[g], totals[g]);
   constexpr int kTile = kNumRegisters >= 32 ? (G <= 2 ? 4 : 2) : (G == 1 ? 4 : 2);
