@@ -384,3 +384,28 @@ fn a_sequence_named_twice_in_a_commit_indexes_what_each_mention_filled() {
         assert_sound(&manager);
     }
 }
+
+#[test]
+fn a_batch_named_again_finds_sequences_that_came_back_in_other_rows() {
+    let mut manager = pool(8, 4);
+    admit(&mut manager, 1, 1);
+    admit(&mut manager, 2, 2);
+    let mut slots = Vec::new();
+    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    assert_eq!(slots, [1, 6]);
+
+    manager.release_sequence(1).unwrap();
+    let refused = manager.append_batch(&[1, 2], None, &mut slots);
+    assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: 1 }));
+    let refused = manager.append_batch(&[1, 2], None, &mut slots); // nor is it remembered half found
+    assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: 1 }));
+    assert_eq!(manager.sequence_length(2), Ok(3));
+
+    manager.release_sequence(2).unwrap();
+    admit(&mut manager, 1, 3); // in the row that 2 had
+    admit(&mut manager, 2, 1);
+    slots.clear();
+    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    assert_eq!((manager.sequence_length(1), manager.sequence_length(2)), (Ok(4), Ok(2)));
+    assert_eq!(slots, [7, 1]);
+}
