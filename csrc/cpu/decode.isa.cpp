@@ -18,33 +18,52 @@ constexpr int kMaxTokens = 8;                        // tokens that share a load
 constexpr int64_t kLead = 8;                         // rows of V asked for before the softmax, lest memory rest
 constexpr int64_t kLine = 64;                        // bytes
 
-// Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kMaxTokens repeat the last row.
+// Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kMaxTokens repeat the last row. A run
+// is a part of one block: its scales lie slot_stride apart.
 template <class C>
 struct Chunk {
-  int64_t count = 0;  // positions, up to kChunk
+  int64_t count = 0, num_runs = 0;  // positions, up to kChunk
   const C *keys[kChunk], *values[kChunk];
-  const float *key_scales[kChunk], *value_scales[kChunk];  // of a quantised cache
+  int64_t run_starts[kChunk + 1];  // of a quantised cache: run r is run_starts[r] ... [r + 1] - 1
+  const float *key_scales[kChunk], *value_scales[kChunk];  // of each run's first position
 };
 
 template <class T, class C>
 void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, Chunk<C>& chunk) {
   const int64_t S = p.pool.block_size;
-  chunk.count = 0;
+  chunk.count = chunk.num_runs = 0;
   for (int64_t position = begin; position < end && chunk.count < kChunk;) {
     // In bounds: position < length, so the driver has seen this column and found a block of the pool.
     const int64_t block = p.block_tables.at(row, position / S);
     int64_t offset = position % S;
+    if constexpr (is_quantised<C>) {
+      chunk.run_starts[chunk.num_runs] = chunk.count;
+      chunk.key_scales[chunk.num_runs] = p.key_scale.at(block, 0, offset);
+      chunk.value_scales[chunk.num_runs++] = p.value_scale.at(block, 0, offset);
+    }
     for (; offset < S && position < end && chunk.count < kChunk; ++offset, ++position, ++chunk.count) {
       chunk.keys[chunk.count] = p.key_cache.at(block, 0, offset);
       chunk.values[chunk.count] = p.value_cache.at(block, 0, offset);
-      if constexpr (is_quantised<C>) {
-        chunk.key_scales[chunk.count] = p.key_scale.at(block, 0, offset);
-        chunk.value_scales[chunk.count] = p.value_scale.at(block, 0, offset);
-      }
     }
   }
+  if constexpr (is_quantised<C>) chunk.run_starts[chunk.num_runs] = chunk.count;
   for (int64_t i = chunk.count; chunk.count > 0 && i % kMaxTokens != 0; ++i)
     chunk.keys[i] = chunk.keys[chunk.count - 1];
+}
+
+// The scales of one kv head's rows, `runs` being those of head 0.
+template <class C>
+void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<const float>& scales, int64_t kv_head,
+                 float* target) {
+  for (int64_t run = 0; run < chunk.num_runs; ++run) {
+    const float* source = runs[run] + kv_head * scales.head_stride;
+    const int64_t start = chunk.run_starts[run], stop = chunk.run_starts[run + 1];
+    if (scales.slot_stride == 1) {
+      memcpy(target + start, source, (stop - start) * sizeof(float));
+    } else {
+      for (int64_t i = start; i < stop; ++i) target[i] = source[(i - start) * scales.slot_stride];
+    }
+  }
 }
 
 // The rows to have in the cache next: row i of `rows`, `offset` elements on.
@@ -257,11 +276,10 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
       const bool last = kv_head + 1 == K;
       const Chunk<C>& next = last ? following : chunk;
       const int64_t next_head = last ? 0 : kv_head + 1, row_bytes = D * static_cast<int64_t>(sizeof(C));
-      if constexpr (is_quantised<C>)
-        for (int64_t i = 0; i < chunk.count; ++i) {
-          key_scales[i] = chunk.key_scales[i][kv_head * p.key_scale.head_stride];
-          value_scales[i] = chunk.value_scales[i][kv_head * p.value_scale.head_stride];
-        }
+      if constexpr (is_quantised<C>) {
+        copy_scales(chunk, chunk.key_scales, p.key_scale, kv_head, key_scales);
+        copy_scales(chunk, chunk.value_scales, p.value_scale, kv_head, value_scales);
+      }
       Work<C> work{chunk,
                    kv_head * p.key_cache.head_stride,
                    kv_head * p.value_cache.head_stride,
