@@ -30,7 +30,7 @@ def describe() -> list[tuple[str, str]]:
     if torch_works:
         lines += _native_library()
     else:
-        lines += [(name, "inactive: torch does not load") for name in ("native library", "CUDA kernels", "GPU")]
+        lines += [(name, "inactive: torch does not load") for name in ("native library", "CPU kernels", "CUDA kernels", "GPU")]
     lines += _cpu()
     lines += [(name, _installed(name, why)) for name, why in _OPTIONAL.items()]
     return lines
@@ -61,7 +61,7 @@ def _allocator() -> str:
 def _native_library() -> list[tuple[str, str]]:
     import torch
 
-    from kvpager.native import native_status
+    from kvpager.native import active_cpu_isa, native_status
 
     status = native_status()
     if torch.cuda.is_available():
@@ -72,6 +72,7 @@ def _native_library() -> list[tuple[str, str]]:
         gpu = f"none: torch (CUDA {torch.version.cuda}) sees no device"
     return [
         ("native library", f"loaded: {status.build}" if status.loaded else f"inactive: {status.reason}"),
+        ("CPU kernels", f"{active_cpu_isa()}: {status.cpu_isa_reason}" if status.loaded else "reference kernels, slow"),
         ("CUDA kernels", f"inactive: {status.cuda_reason}" if status.cuda_reason else "active"),
         ("GPU", gpu),
     ]
