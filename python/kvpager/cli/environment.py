@@ -30,7 +30,9 @@ def describe() -> list[tuple[str, str]]:
     if torch_works:
         lines += _native_library()
     else:
-        lines += [(name, "inactive: torch does not load") for name in ("native library", "CPU kernels", "CUDA kernels", "GPU")]
+        lines += [
+            (name, "inactive: torch does not load") for name in ("native library", "CPU kernels", "CUDA kernels", "GPU")
+        ]
     lines += _cpu()
     lines += [(name, _installed(name, why)) for name, why in _OPTIONAL.items()]
     return lines
