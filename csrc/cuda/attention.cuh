@@ -19,8 +19,8 @@ struct QueryPlace {
 };
 
 // Where query row `token` belongs. In bounds: token < num_tokens; sequence is found among num_sequences.
-template <class T>
-__device__ QueryPlace place_of(const AttentionParams<T>& p, int64_t token) {
+template <class T, class C>
+__device__ QueryPlace place_of(const AttentionParams<T, C>& p, int64_t token) {
   if (p.query_start_loc.data == nullptr) {
     const int64_t length = p.seq_lens[token];
     return {token, length, 1, length - 1};
@@ -38,14 +38,14 @@ __device__ QueryPlace place_of(const AttentionParams<T>& p, int64_t token) {
 }
 
 // Of all rows, also of those that no query token belongs to.
-template <class T>
-__device__ bool length_is_valid(const AttentionParams<T>& p, int64_t length) {
+template <class T, class C>
+__device__ bool length_is_valid(const AttentionParams<T, C>& p, int64_t length) {
   return length >= 0 && length <= p.max_blocks * p.pool.block_size && length <= p.max_seq_len;
 }
 
 // The whole start list, and the lengths beside it, are checked by the block of token 0 and head 0.
-template <class T>
-__device__ void check_query_starts(const AttentionParams<T>& p, unsigned* errors) {
+template <class T, class C>
+__device__ void check_query_starts(const AttentionParams<T, C>& p, unsigned* errors) {
   if (p.query_start_loc.data == nullptr || blockIdx.x != 0 || blockIdx.y != 0) return;
   for (int64_t row = threadIdx.x; row < p.num_sequences; row += kThreads) {
     const int64_t query_len = int64_t{p.query_start_loc[row + 1]} - p.query_start_loc[row];
@@ -61,8 +61,8 @@ __device__ void check_query_starts(const AttentionParams<T>& p, unsigned* errors
 }
 
 // Same answer in every thread of the block; a row with a value that does not fit is reported and skipped.
-template <class T>
-__device__ bool row_is_valid(const AttentionParams<T>& p, const QueryPlace& at, unsigned* errors) {
+template <class T, class C>
+__device__ bool row_is_valid(const AttentionParams<T, C>& p, const QueryPlace& at, unsigned* errors) {
   const int64_t S = p.pool.block_size;
   if (!length_is_valid(p, at.length)) {
     if (threadIdx.x == 0) report(errors, kSeqLens);
@@ -98,8 +98,8 @@ struct Partial {
 };
 
 // Positions first + warp, first + warp + kWarps, ... < stop. All lanes end with the same top and total.
-template <class T>
-__device__ Partial<accumulate_t<T>> attend(const AttentionParams<T>& p, const QueryPlace& at, int64_t head, int warp,
+template <class T, class C>
+__device__ Partial<accumulate_t<T>> attend(const AttentionParams<T, C>& p, const QueryPlace& at, int64_t head, int warp,
                                            int lane) {
   using A = accumulate_t<T>;
   const int D = static_cast<int>(p.pool.head_dim);  // <= kMaxHeadDim, checked by the launcher
@@ -113,13 +113,18 @@ __device__ Partial<accumulate_t<T>> attend(const AttentionParams<T>& p, const Qu
   for (int64_t position = p.first_visible(at.position) + warp; position <= at.position; position += kWarps) {
     // In bounds: row_is_valid has seen this column and found a block of the pool; kv_head < K; d < D.
     const int64_t block = p.block_tables.at(at.sequence, position / S);
-    const T* key = p.key_cache.at(block, kv_head, position % S);
-    const T* value = p.value_cache.at(block, kv_head, position % S);
+    const C* key = p.key_cache.at(block, kv_head, position % S);
+    const C* value = p.value_cache.at(block, kv_head, position % S);
     A score = 0;
 #pragma unroll
     for (int i = 0; i < kDimsPerLane; ++i)
       if (lane + 32 * i < D) score += query[i] * widen(key[lane + 32 * i]);
     score = warp_sum(score);
+    A value_scale = 1;
+    if constexpr (is_quantised<C>) {
+      score *= *p.key_scale.at(block, kv_head, position % S);
+      value_scale = *p.value_scale.at(block, kv_head, position % S);
+    }
     if (p.softcap > 0) score = p.softcap * tanh(score / p.softcap);
     if (score == -INFINITY) continue;  // overflowed: no weight, and -inf - -inf would be NaN
     const A top = score > sum.top || score != score ? score : sum.top;
@@ -140,8 +145,8 @@ struct WarpResults {
 };
 
 // grid (num_tokens, H), block kThreads
-template <class T>
-__global__ void __launch_bounds__(kThreads, 4) attention_kernel(AttentionParams<T> p, unsigned* errors) {
+template <class T, class C>
+__global__ void __launch_bounds__(kThreads, 4) attention_kernel(AttentionParams<T, C> p, unsigned* errors) {
   using A = accumulate_t<T>;
   KVPAGER_SHARED(WarpResults<A>, warps);
   const int64_t token = blockIdx.x, head = blockIdx.y;
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 4) attention_kernel(AttentionParams<
   check_query_starts(p, errors);
   const QueryPlace at = place_of(p, token);
   T* out = p.out.at(token, head);  // token < num_tokens and head < H: the grid's size
-  if (!row_is_valid(p, at, errors)) return;
+  if (!row_is_valid(p, at, errors) || !scales_are_valid(p, errors)) return;
   if (at.length == 0) {  // nothing to see
     for (int d = threadIdx.x; d < D; d += kThreads) out[d] = narrow<T>(A(0));
     if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = -INFINITY;

@@ -1,9 +1,16 @@
-// What a launcher needs of the CUDA run time: the caller's device and stream, the device's error word, launch errors.
+// What a launcher needs of the CUDA run time: the caller's device and stream, the device's error word, launch errors,
+// grid sizes, and where ops are registered.
+//
+// csrc/testing/ compiles the launchers with a host compiler and the emulator, under another namespace of ops, so that
+// checks, dispatch, launch geometry and kernels are all tested where there is no GPU.
 #pragma once
 #include "../checks.h"
 #include "gpu.h"
 
 #if defined(KVPAGER_EMULATE)
+
+#define KVPAGER_NAMESPACE kvpager_emulated
+#define KVPAGER_KEY CPU
 
 namespace kvpager::cuda {
 
@@ -24,14 +31,13 @@ struct LaunchScope {
 
 #else
 
+#define KVPAGER_NAMESPACE kvpager
+#define KVPAGER_KEY CUDA
+
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include <atomic>
-
 namespace kvpager::cuda {
-
-__device__ unsigned error_word;  // one per device, zero when the module is loaded
 
 // Looked up when first called, so that the library also loads beside a torch without CUDA.
 inline cudaStream_t current_stream(int32_t device) {
@@ -52,17 +58,8 @@ inline void check_cuda(cudaError_t status, const char* doing) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(doing) + ": " + cudaGetErrorString(status));
 }
 
-inline unsigned* error_word_of(int32_t device) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<unsigned*> known[kMaxDevices] = {};
-  if (device < 0 || device >= kMaxDevices) throw std::runtime_error("CUDA device index out of range");
-  unsigned* address = known[device];
-  if (address == nullptr) {
-    check_cuda(cudaGetSymbolAddress(reinterpret_cast<void**>(&address), error_word), "finding the device error word");
-    known[device] = address;
-  }
-  return address;
-}
+// The device's error word (errors.cuh); the device is current. In runtime.cu: a variable of the device belongs to one file.
+unsigned* error_word_of(int32_t device);
 
 // Makes the tensor's device current while it lives; gives its current stream and error word.
 struct LaunchScope {
@@ -78,3 +75,13 @@ struct LaunchScope {
 }  // namespace kvpager::cuda
 
 #endif
+
+namespace kvpager::cuda {
+
+inline dim3 grid_of_size(const char* argument, int64_t x, int64_t y = 1) {
+  if (x > 0x7fffffff) fail_argument(argument, "at most 2147483647 rows on CUDA", std::to_string(x));
+  if (y > 65535) fail_argument(argument, "at most 65535 heads on CUDA", std::to_string(y));
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+}
+
+}  // namespace kvpager::cuda

@@ -22,6 +22,11 @@ DEVICE_ERRORS = (
     ("seq_lens", ArgumentError, "lengths of 0 to M · S and `max_seq_len`"),
     ("query_start_loc", ArgumentError, "starts that rise from 0, within the query, the sequence and `max_query_len`"),
     ("pairs", SlotError, "block ids of the pool"),
+    ("key_scale", ArgumentError, "a positive number as the one scale"),
+    ("value_scale", ArgumentError, "a positive number as the one scale"),
+    ("positions", ArgumentError, "rows of `cos_sin`"),
+    ("seq_start_loc", ArgumentError, "rising starts, each at least the sequence's length apart, within `key`"),
+    ("changed", SlotError, "rows and columns of the table"),
 )
 
 # What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.
