@@ -1,13 +1,18 @@
 // The thin layer under the kernels: real CUDA with nvcc, the emulator of ../testing/ with a host compiler.
 //
-// Kernel sources use only what both offer: __global__, __device__, threadIdx and friends, __syncthreads,
-// __syncthreads_or, __shfl_xor_sync, atomicOr, atomicExch, KVPAGER_SHARED(type, name) in place of __shared__, and
-// KVPAGER_LAUNCH in place of <<<>>>.
+// Kernel sources use only what both offer:
+//  * __global__, __device__, threadIdx and friends, uint2, uint4, KVPAGER_SHARED(type, name) in place of __shared__, and
+//    KVPAGER_LAUNCH in place of <<<>>>;
+//  * __syncthreads, __syncthreads_or, __syncwarp, __shfl_sync, __shfl_xor_sync, __any_sync (all lanes of a warp),
+//    atomicAdd, atomicOr, atomicExch, __threadfence, __byte_perm, __ldcg;
+//  * the functions of ptx.h, by the same names in namespace kvpager::cuda.
 #pragma once
 #if defined(KVPAGER_EMULATE)
 #include "../testing/emulated_gpu.h"
 #else
 #include <cuda_runtime.h>
+
+#include "ptx.h"
 #define KVPAGER_SHARED(type, name) __shared__ type name
 #define KVPAGER_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 #endif
