@@ -48,9 +48,10 @@ sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 	$(PY) build_backend/native_build.py --sanitize
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_NATIVE=build/sanitized/_C.abi3.so \
-		$(PY) -m pytest -q -s -p no:cacheprovider -k "not emulated and not reference and not compiled" \
-		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_properties.py tests/ops/test_quantised.py \
-		tests/ops/test_registration.py tests/ops/test_split.py
+		KVPAGER_SANITIZE=1 \
+		$(PY) -m pytest -q -s -p no:cacheprovider -k "not reference and not compiled" \
+		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_emulated.py tests/ops/test_properties.py \
+		tests/ops/test_quantised.py tests/ops/test_registration.py tests/ops/test_split.py
 
 lint: $(BUILT) ## formatting, lints, types and stubs
 	cargo fmt --all --check

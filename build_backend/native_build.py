@@ -144,23 +144,24 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
     return report
 
 
-def build_emulated(root: Path, out: Path, *, verbose: bool = False) -> BuildReport:
+def build_emulated(root: Path, out: Path, *, verbose: bool = False, sanitize: bool = False) -> BuildReport:
     """Build the CUDA kernels and their launchers for the CPU, on the emulator of csrc/testing/; for tests.
 
-    The library registers the same ops under `kvpager_emulated`. Reports like `build_native`.
+    The library registers the same ops under `kvpager_emulated`. Reports, and sanitizes, like `build_native`.
     """
     started = time.monotonic()
     report = BuildReport(out)
-    cache = root / "build" / "native" / "emulated"
+    cache = root / "build" / ("sanitized" if sanitize else "native") / "emulated"
+    sanitize_flags = SANITIZE_FLAGS if sanitize else ()
     try:
         torch_dir = _find_torch()
         compiler = _find_compiler()
         cache.mkdir(parents=True, exist_ok=True)
         flags = ("-DKVPAGER_EMULATE", "-Wno-unknown-pragmas", "-isystem", str(torch_dir / "include"), "-x", "c++")
         sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
-        steps = _steps(root, cache, sources, (*compiler, *CXX_FLAGS, *flags), _version_of(compiler))
+        steps = _steps(root, cache, sources, (*compiler, *CXX_FLAGS, *sanitize_flags, *flags), _version_of(compiler))
         objects = _compile(steps, report, verbose)
-        link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu")
+        link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *sanitize_flags)
         _link(link, cache, out, verbose)
         report.built = True
     except _BuildError as error:

@@ -7,6 +7,7 @@ code with the reference.
 
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,15 +42,16 @@ def define_namespace(name: str) -> torch.library.Library:
 
 @pytest.fixture(scope="session")
 def emulated_library() -> torch.library.Library:
-    """The CUDA sources compiled for the emulator, registered as `kvpager_emulated`."""
+    """The CUDA sources compiled for the emulator, registered as `kvpager_emulated`; `make sanitize` wants it checked."""
     spec = importlib.util.spec_from_file_location("native_build", ROOT / "build_backend" / "native_build.py")
     assert spec is not None
     assert spec.loader is not None
     native_build = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = native_build  # its dataclasses look their module up by name
     spec.loader.exec_module(native_build)
-    out = ROOT / "build" / "native" / "emulated" / "kvpager_emulated.so"
-    report = native_build.build_emulated(ROOT, out)
+    sanitize = os.environ.get("KVPAGER_SANITIZE") == "1"
+    out = ROOT / "build" / ("sanitized" if sanitize else "native") / "emulated" / "kvpager_emulated.so"
+    report = native_build.build_emulated(ROOT, out, sanitize=sanitize)
     if not report.built and "could not compile" not in report.reason:
         pytest.skip(report.reason)
     assert report.built, report.reason
