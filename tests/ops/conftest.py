@@ -42,7 +42,7 @@ def define_namespace(name: str) -> torch.library.Library:
 
 @pytest.fixture(scope="session")
 def emulated_library() -> torch.library.Library:
-    """The CUDA sources compiled for the emulator, registered as `kvpager_emulated`; `make sanitize` wants it checked."""
+    """The CUDA sources compiled for the emulator, registered as `kvpager_emulated`; see `make sanitize`."""
     spec = importlib.util.spec_from_file_location("native_build", ROOT / "build_backend" / "native_build.py")
     assert spec is not None
     assert spec.loader is not None
