@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize lint format bench bench-ops bench-metadata \
+.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check lint format bench bench-ops bench-metadata \
 	instructions instructions-update soak build wheel docs clean
 
 help: ## list the targets
@@ -52,6 +52,9 @@ sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 		$(PY) -m pytest -q -s -p no:cacheprovider -k "not reference and not compiled" \
 		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_emulated.py tests/ops/test_properties.py \
 		tests/ops/test_quantised.py tests/ops/test_registration.py tests/ops/test_split.py
+
+cuda-check: $(READY) ## compile the CUDA kernels, hold them to their budgets (gets nvcc from pip if there is none)
+	$(PY) tools/check_cuda.py --table
 
 lint: $(BUILT) ## formatting, lints, types and stubs
 	cargo fmt --all --check

@@ -84,8 +84,8 @@ class BuildReport:
         return f"native library at {self.out} ({done}; {cuda})"
 
 
-class _BuildError(Exception):
-    """Why the library can't be built, in one message."""
+class BuildError(Exception):
+    """Why something can't be built, in one message."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
         link_cuda: tuple[str, ...] = ()
         try:
             if sanitize:
-                raise _BuildError("left out of a sanitized build")
-            cuda_home = _find_cuda()
+                raise BuildError("left out of a sanitized build")
+            cuda_home = find_cuda()
             cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home)
             cuda_objects = _compile(cuda_steps, report, verbose)
             report.cuda = tuple(CUDA_ARCHS)
@@ -130,7 +130,7 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
                 "-lrt",
                 "-lpthread",
             )
-        except _BuildError as error:
+        except BuildError as error:
             report.cuda_reason = str(error)
         steps = _cpu_steps(root, cache, torch_dir, compiler, (*cuda_flags, *(SANITIZE_FLAGS if sanitize else ())))
         objects = _compile(steps, report, verbose) + cuda_objects
@@ -138,7 +138,7 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
         link += SANITIZE_FLAGS if sanitize else ()
         _link(link, cache, out, verbose)
         report.built = True
-    except _BuildError as error:
+    except BuildError as error:
         report.reason = str(error)
     report.seconds = time.monotonic() - started
     return report
@@ -164,20 +164,37 @@ def build_emulated(root: Path, out: Path, *, verbose: bool = False, sanitize: bo
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *sanitize_flags)
         _link(link, cache, out, verbose)
         report.built = True
-    except _BuildError as error:
+    except BuildError as error:
         report.reason = str(error)
     report.seconds = time.monotonic() - started
     return report
+
+
+@dataclass(frozen=True)
+class CudaObject:
+    """A compiled CUDA source, and what the compiler said."""
+
+    source: Path
+    object: Path
+    log: str
+
+
+def compile_cuda(root: Path, cache: Path, cuda_home: Path, *, flags: tuple[str, ...] = ()) -> list[CudaObject]:
+    """Compile the CUDA sources to objects for all architectures, or find them in `cache`; `BuildError` if one fails."""
+    cache.mkdir(parents=True, exist_ok=True)
+    steps = _cuda_steps(root, cache, _find_torch(), _find_compiler(), cuda_home, flags)
+    _compile(steps, BuildReport(cache), verbose=False)
+    return [CudaObject(step.source, step.object, step.object.with_suffix(".log").read_text()) for step in steps]
 
 
 def _find_torch() -> Path:
     """The folder of the installed torch, found without importing it (that takes a second)."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise _BuildError("torch is not installed (`pip install 'torch>=2.11'`)")
+        raise BuildError("torch is not installed (`pip install 'torch>=2.11'`)")
     folder = Path(spec.origin).parent
     if not (folder / "include" / "torch" / "csrc" / "stable" / "ops.h").exists():
-        raise _BuildError(
+        raise BuildError(
             f"torch {importlib.metadata.version('torch')} has no stable ABI headers; 2.11 or newer is needed"
         )
     return folder
@@ -187,16 +204,16 @@ def _find_compiler() -> tuple[str, ...]:
     asked = shlex.split(os.environ.get("CXX", ""))
     if asked:
         if shutil.which(asked[0]) is None:
-            raise _BuildError(f"`CXX` names `{asked[0]}`, which is not there")
+            raise BuildError(f"`CXX` names `{asked[0]}`, which is not there")
         return tuple(asked)
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return (name,)
-    raise _BuildError("no C++ compiler: none of c++, g++, clang++ in PATH (Debian, Ubuntu: `apt install g++`)")
+    raise BuildError("no C++ compiler: none of c++, g++, clang++ in PATH (Debian, Ubuntu: `apt install g++`)")
 
 
-def _find_cuda() -> Path:
-    """The toolkit's root: the folder that holds bin/nvcc."""
+def find_cuda() -> Path:
+    """The toolkit's root: the folder that holds bin/nvcc; `BuildError` says where it was looked for."""
     candidates = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parents[1])
@@ -206,7 +223,7 @@ def _find_cuda() -> Path:
     for home in candidates:
         if (home / "bin" / "nvcc").exists():
             return home
-    raise _BuildError("no nvcc in CUDA_HOME, CUDA_PATH, PATH or the nvidia pip packages")
+    raise BuildError("no nvcc in CUDA_HOME, CUDA_PATH, PATH or the nvidia pip packages")
 
 
 def _cpu_steps(
@@ -224,10 +241,12 @@ def _cpu_steps(
     return steps
 
 
-def _cuda_steps(root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], cuda_home: Path) -> list[_Step]:
+def _cuda_steps(
+    root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], cuda_home: Path, extra: tuple[str, ...] = ()
+) -> list[_Step]:
     nvcc = str(cuda_home / "bin" / "nvcc")
     archs = tuple(f"-gencode={arch}" for arch in CUDA_ARCHS.values())
-    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *archs, "-isystem", str(torch_dir / "include"))
+    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *extra, *archs, "-isystem", str(torch_dir / "include"))
     sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
     return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
 
@@ -255,15 +274,16 @@ def _version_of(compiler: tuple[str, ...]) -> str:
 
 
 def _compile(steps: list[_Step], report: BuildReport, verbose: bool) -> list[Path]:
-    """Compile what is not in the cache, a few at once; all of it or `_BuildError`."""
+    """Compile what is not in the cache, a few at once; all of it or `BuildError`."""
     stale = [step for step in steps if not step.object.exists()]
     report.reused += [step.name for step in steps if step not in stale]
 
     def compile_one(step: _Step) -> None:
-        for old in step.object.parent.glob(f"{step.object.name.rpartition('-')[0]}-*.o"):
+        for old in step.object.parent.glob(f"{step.object.name.rpartition('-')[0]}-*.*"):
             old.unlink(missing_ok=True)
         partial = step.object.with_suffix(f".{os.getpid()}.partial")
-        _run((*step.command, "-c", str(step.source), "-o", str(partial)), f"could not compile {step.name}", verbose)
+        command = (*step.command, "-c", str(step.source), "-o", str(partial))
+        step.object.with_suffix(".log").write_text(_run(command, f"could not compile {step.name}", verbose))
         partial.replace(step.object)
         report.compiled.append(step.name)
 
@@ -290,17 +310,18 @@ def _link(command: tuple[str, ...], cache: Path, out: Path, verbose: bool) -> No
 
 
 def _run(command: tuple[str, ...], failure: str, verbose: bool) -> str:
+    """What the command said, on both streams; `BuildError` if it fails."""
     if verbose:
         print(shlex.join(command), flush=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise _BuildError(f"{failure}: {error}") from error
+        raise BuildError(f"{failure}: {error}") from error
     if done.returncode:
-        raise _BuildError(f"{failure}:\n{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        raise BuildError(f"{failure}:\n{shlex.join(command)}\n{done.stdout}{done.stderr}")
     if verbose:
         print(done.stdout + done.stderr, end="", flush=True)
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def main() -> int:
