@@ -25,11 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TORCH_TARGET = "0x020b000000000000"  # torch 2.11: the oldest whose stable ABI has all that csrc uses
-CUDA_ARCHS = {
-    "sm_80": "arch=compute_80,code=sm_80",
-    "sm_90": "arch=compute_90,code=sm_90",
-    "compute_90": "arch=compute_90,code=compute_90",  # PTX, compiled by the driver of any newer GPU
-}
+CUDA_ARCHS = ("sm_80", "sm_90", "compute_90")  # the last is PTX, compiled by the driver of any newer GPU
 COMMON_FLAGS = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
 # -O3, not -O2: plain loops are vectorised only there. No fast-math: NaN and inf have meanings here.
 CXX_FLAGS = (*COMMON_FLAGS, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -98,16 +94,26 @@ class _Step:
     name: str
 
 
-def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool = False) -> BuildReport:
+def build_native(
+    root: Path,
+    out: Path,
+    *,
+    verbose: bool = False,
+    sanitize: bool = False,
+    cache: Path | None = None,
+    archs: tuple[str, ...] = CUDA_ARCHS,
+    require_cuda: bool = False,
+) -> BuildReport:
     """Build csrc/ of the source tree `root` into the library `out`; see the module's header.
 
     With `sanitize`, only the CPU kernels, checked at run time by AddressSanitizer and UndefinedBehaviorSanitizer: a
-    process that loads the result must have preloaded the former. Returns at once when nothing changed. Never raises
-    for what the machine lacks or a compiler refuses.
+    process that loads the result must have preloaded the former. Objects go to `cache` (build/ of the tree), CUDA
+    kernels are compiled for `archs`; without them nothing is built if `require_cuda`. Returns at once when nothing
+    changed. Never raises for what the machine lacks or a compiler refuses.
     """
     started = time.monotonic()
     report = BuildReport(out)
-    cache = root / "build" / ("sanitized" if sanitize else "native")
+    cache = cache or root / "build" / ("sanitized" if sanitize else "native")
     try:
         torch_dir = _find_torch()
         compiler = _find_compiler()
@@ -119,10 +125,10 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
             if sanitize:
                 raise BuildError("left out of a sanitized build")
             cuda_home = find_cuda()
-            cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home)
+            cuda_steps = _cuda_steps(root, cache, torch_dir, compiler, cuda_home, archs)
             cuda_objects = _compile(cuda_steps, report, verbose)
-            report.cuda = tuple(CUDA_ARCHS)
-            cuda_flags = (f'-DKVPAGER_CUDA_ARCHS="{" ".join(CUDA_ARCHS)}"',)
+            report.cuda = archs
+            cuda_flags = (f'-DKVPAGER_CUDA_ARCHS="{" ".join(archs)}"',)
             link_cuda = (
                 *(f"-L{cuda_home / name}" for name in ("lib64", "lib")),
                 "-lcudart_static",
@@ -132,6 +138,8 @@ def build_native(root: Path, out: Path, *, verbose: bool = False, sanitize: bool
             )
         except BuildError as error:
             report.cuda_reason = str(error)
+            if require_cuda:
+                raise
         steps = _cpu_steps(root, cache, torch_dir, compiler, (*cuda_flags, *(SANITIZE_FLAGS if sanitize else ())))
         objects = _compile(steps, report, verbose) + cuda_objects
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *link_cuda)
@@ -182,7 +190,7 @@ class CudaObject:
 def compile_cuda(root: Path, cache: Path, cuda_home: Path, *, flags: tuple[str, ...] = ()) -> list[CudaObject]:
     """Compile the CUDA sources to objects for all architectures, or find them in `cache`; `BuildError` if one fails."""
     cache.mkdir(parents=True, exist_ok=True)
-    steps = _cuda_steps(root, cache, _find_torch(), _find_compiler(), cuda_home, flags)
+    steps = _cuda_steps(root, cache, _find_torch(), _find_compiler(), cuda_home, CUDA_ARCHS, flags)
     _compile(steps, BuildReport(cache), verbose=False)
     return [CudaObject(step.source, step.object, step.object.with_suffix(".log").read_text()) for step in steps]
 
@@ -242,11 +250,17 @@ def _cpu_steps(
 
 
 def _cuda_steps(
-    root: Path, cache: Path, torch_dir: Path, compiler: tuple[str, ...], cuda_home: Path, extra: tuple[str, ...] = ()
+    root: Path,
+    cache: Path,
+    torch_dir: Path,
+    compiler: tuple[str, ...],
+    cuda_home: Path,
+    archs: tuple[str, ...],
+    extra: tuple[str, ...] = (),
 ) -> list[_Step]:
     nvcc = str(cuda_home / "bin" / "nvcc")
-    archs = tuple(f"-gencode={arch}" for arch in CUDA_ARCHS.values())
-    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *extra, *archs, "-isystem", str(torch_dir / "include"))
+    codes = tuple(f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in archs)
+    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *extra, *codes, "-isystem", str(torch_dir / "include"))
     sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
     return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
 
@@ -335,9 +349,11 @@ def main() -> int:
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
     out = root / ("build/sanitized/_C.abi3.so" if options.sanitize else "python/kvpager/_C.abi3.so")
-    report = build_native(root, out, verbose=options.verbose, sanitize=options.sanitize)
+    report = build_native(
+        root, out, verbose=options.verbose, sanitize=options.sanitize, require_cuda=options.require_cuda
+    )
     print(report)
-    return 0 if report.built and (report.cuda or not options.require_cuda) else 1
+    return 0 if report.built else 1
 
 
 if __name__ == "__main__":

@@ -214,6 +214,23 @@ def trace(file: Annotated[Path, typer.Argument(help="Written by `LLM(…, trace=
         typer.echo(as_line(record))
 
 
+@app.command("build-cuda")
+def build_cuda(
+    arch: Annotated[str | None, typer.Option(help="sm_80, sm_90, …", show_default="that of the GPU at hand")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show commands and what compilers say.")] = False,
+) -> None:
+    """Compile the native library, CUDA kernels included, for this GPU and torch; later runs load it."""
+    import torch
+
+    from kvpager.native import gpu_arch
+    from kvpager.native_cache import compile_library
+
+    if (wanted := arch or gpu_arch()) is None:
+        raise ConfigError("torch sees no GPU; name what to compile for, as in `--arch sm_90`")
+    typer.echo(f"compiling for {wanted} and torch {torch.__version__}; this takes minutes")
+    typer.echo(f"compiled: {compile_library(torch.__version__, wanted, verbose=verbose)}")
+
+
 @app.command()
 def env() -> None:
     """Show versions, native library, instruction sets and GPU, and why what is inactive is so."""
