@@ -1,11 +1,13 @@
 // The decode kernel: one query token a sequence, one pass over its K and V for all query heads.
 //
-// A chunk of kChunk positions is attended kv head by kv head; while one head's rows are computed with, those of the next
-// head (or of the next chunk) are prefetched, a few lines for each token, since blocks lie anywhere and a slab of
-// block_size * head_dim elements is too short for the hardware to see a stream. Query heads of a kv head go through
-// the chunk in groups of up to kGroup, so that K and V come from memory once and from the first cache for the rest.
-// Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a time. Weights times rows of
-// V: a tile of the head dim stays in registers over the chunk. The online softmax rescales once a chunk.
+// A chunk of kChunk positions is attended kv head by kv head. Its rows are taken from kStreams parts of the chunk in
+// turns, from as many pages: a core reads four streams at once faster than one (blocks lie anywhere, and a slab of
+// block_size * head_dim elements is too short for the hardware to see a stream in it). On the way, line by line, the rows
+// that come next are prefetched: those of V while K is multiplied, the next head's or chunk's K while V is. Query heads
+// of a kv head go through the chunk in groups of up to kGroup, so that K and V come from memory once and from the first
+// cache for the rest. Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a time.
+// Weights times rows of V: a tile of the head dim stays in registers over the chunk. The online softmax rescales once a
+// chunk.
 #include "decode.h"
 #include "vec/vec.h"
 
@@ -15,11 +17,11 @@ namespace {
 constexpr int kChunk = 64;                           // positions; at least kWidth of every set
 constexpr int kGroup = kNumRegisters >= 32 ? 4 : 2;  // query heads that share a load of K or V
 constexpr int kMaxTokens = 8;                        // tokens that share a load of the query, at most
-constexpr int64_t kLead = 8;                         // rows of V asked for before the softmax, lest memory rest
+constexpr int64_t kStreams = 4;                      // parts of a chunk that rows are taken from in turns
 constexpr int64_t kLine = 64;                        // bytes
 
-// Where the rows of a chunk lie, for kv head 0; entries up to the next multiple of kMaxTokens repeat the last row. A run
-// is a part of one block: its scales lie slot_stride apart.
+// Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run is
+// a part of one block, in the order of positions: its scales lie slot_stride apart.
 template <class C>
 struct Chunk {
   int64_t count = 0, num_runs = 0;  // positions, up to kChunk
@@ -28,9 +30,21 @@ struct Chunk {
   const float *key_scales[kChunk], *value_scales[kChunk];  // of each run's first position
 };
 
+// [kStreams, quarter] in the order of positions -> woven [quarter, kStreams]; what is left over stays behind.
+template <class E>
+void weave(const E* ordered, int64_t count, E* woven) {
+  const int64_t quarter = count / kStreams;
+  for (int64_t step = 0; step < quarter; ++step)
+#pragma GCC unroll 4
+    for (int64_t stream = 0; stream < kStreams; ++stream)
+      woven[kStreams * step + stream] = ordered[stream * quarter + step];
+  for (int64_t i = kStreams * quarter; i < count; ++i) woven[i] = ordered[i];
+}
+
 template <class T, class C>
 void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, Chunk<C>& chunk) {
   const int64_t S = p.pool.block_size;
+  const C *keys[kChunk], *values[kChunk];
   chunk.count = chunk.num_runs = 0;
   for (int64_t position = begin; position < end && chunk.count < kChunk;) {
     // In bounds: position < length, so the driver has seen this column and found a block of the pool.
@@ -42,19 +56,25 @@ void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64
       chunk.value_scales[chunk.num_runs++] = p.value_scale.at(block, 0, offset);
     }
     for (; offset < S && position < end && chunk.count < kChunk; ++offset, ++position, ++chunk.count) {
-      chunk.keys[chunk.count] = p.key_cache.at(block, 0, offset);
-      chunk.values[chunk.count] = p.value_cache.at(block, 0, offset);
+      keys[chunk.count] = p.key_cache.at(block, 0, offset);
+      values[chunk.count] = p.value_cache.at(block, 0, offset);
     }
   }
   if constexpr (is_quantised<C>) chunk.run_starts[chunk.num_runs] = chunk.count;
-  for (int64_t i = chunk.count; chunk.count > 0 && i % kMaxTokens != 0; ++i)
+  if (chunk.count == 0) return;
+  weave(keys, chunk.count, chunk.keys);
+  weave(values, chunk.count, chunk.values);
+  for (int64_t i = chunk.count; i < kChunk; ++i) {
     chunk.keys[i] = chunk.keys[chunk.count - 1];
+    chunk.values[i] = chunk.values[chunk.count - 1];
+  }
 }
 
-// The scales of one kv head's rows, `runs` being those of head 0.
+// The scales of one kv head's rows, in their order, `runs` being those of head 0.
 template <class C>
 void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<const float>& scales, int64_t kv_head,
-                 float* target) {
+                 float* woven) {
+  float target[kChunk];
   for (int64_t run = 0; run < chunk.num_runs; ++run) {
     const float* source = runs[run] + kv_head * scales.head_stride;
     const int64_t start = chunk.run_starts[run], stop = chunk.run_starts[run + 1];
@@ -64,21 +84,23 @@ void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<c
       for (int64_t i = start; i < stop; ++i) target[i] = source[(i - start) * scales.slot_stride];
     }
   }
+  weave(target, chunk.count, woven);
 }
 
-// The rows to have in the cache next: row i of `rows`, `offset` elements on.
+// The rows to have in the cache next, as many as are worked on now: row i of `rows`, `offset` elements on.
 template <class C>
 struct Upcoming {
   const C* const* rows;
-  int64_t count, offset, row_bytes;
-
-  KVPAGER_INLINE void prefetch(int64_t row) const {
-    if (row >= count) return;
-    const char* at = reinterpret_cast<const char*>(rows[row] + offset);
-    for (int64_t byte = 0; byte < row_bytes; byte += kLine)
-      __builtin_prefetch(at + byte, 0, 2);  // into the second cache: the first has too few misses in flight
-  }
+  int64_t offset;
+  KVPAGER_INLINE const C* row(int64_t i) const { return rows[i] + offset; }
 };
+
+// Asks for kCount elements, into the second cache: the first has too few misses in flight.
+template <int64_t kCount, class C>
+KVPAGER_INLINE void prefetch(const C* at) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kCount; i += kLine / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(at + i, 0, 2);
+}
 
 // How rows of K meet the query: one Pair of elements at a time. A prepared query has rows of `padded` floats' room.
 template <class C>
@@ -126,11 +148,11 @@ void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t
   const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole;
   for (int64_t i = 0; i < chunk.count; i += kTokens) {
     Vec sums[G][kTokens];
-    const C* keys[kTokens];
+    const C *keys[kTokens], *upcoming[kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       keys[t] = chunk.keys[i + t] + offset;
-      next.prefetch(i + t);
+      upcoming[t] = next.row(i + t);
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) sums[g][t] = zero();
     }
@@ -138,6 +160,7 @@ void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         const auto key = load_key(keys[t] + d);
+        if (d * static_cast<int64_t>(sizeof(C)) % kLine == 0) prefetch<kPair>(upcoming[t] + d);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sums[g][t] = Dot<C>::add(sums[g][t], query + g * padded + d, key);
       }
@@ -184,11 +207,10 @@ KVPAGER_INLINE float soften(const AttentionParams<T, C>& p, const Chunk<C>& chun
 }
 
 // sums[g] = sums[g] * shrink[g] + sum over tokens of weight * value, for kPairs Pairs of the head dim from d on; the
-// last one has `last` elements. `prefetches`: asks for the upcoming rows on the way.
+// last one has `last` elements. Asks for the same part of the upcoming rows.
 template <class C, int G, int kPairs>
 KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const Chunk<C>& chunk, int64_t offset,
-                               int64_t padded, int64_t d, int64_t last, const Upcoming<C>& next, bool prefetches,
-                               float* sums) {
+                               int64_t padded, int64_t d, int64_t last, const Upcoming<C>& next, float* sums) {
   Pair tile[G][kPairs];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g) {
@@ -201,7 +223,7 @@ KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const 
   }
   for (int64_t i = 0; i < chunk.count; ++i) {
     const C* value = chunk.values[i] + offset + d;
-    if (prefetches) next.prefetch(i + kLead);
+    prefetch<kPairs * kPair>(next.row(i) + d);
 #pragma GCC unroll 4
     for (int c = 0; c < kPairs; ++c) {
       const Pair loaded = kPairs == 1 && last < kPair ? load_pair_partial(value, last) : load_pair(value + c * kPair);
@@ -222,12 +244,12 @@ KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const 
     }
 }
 
-// What is being worked on: one kv head of one chunk, and what comes next.
+// What is being worked on: one kv head of one chunk, K before V, and the K that comes next.
 template <class C>
 struct Work {
   const Chunk<C>& chunk;
-  int64_t key_offset, value_offset;
-  Upcoming<C> next_keys, next_values;
+  int64_t key_offset;
+  Upcoming<C> values, next_keys;
   const float *key_scales, *value_scales;
 };
 
@@ -238,18 +260,16 @@ void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const flo
   const int64_t D = p.pool.head_dim;
   alignas(64) float scores[G * kChunk];
   float shrink[G];
-  dot_rows<C, G>(query, padded, work.chunk, work.key_offset, D, work.next_keys, scores);
-  for (int64_t row = 0; row < kLead; ++row) work.next_values.prefetch(row);
+  dot_rows<C, G>(query, padded, work.chunk, work.key_offset, D, work.values, scores);
   for (int g = 0; g < G; ++g)
     shrink[g] = soften(p, work.chunk, work.key_scales, work.value_scales, scores + g * kChunk, tops[g], totals[g]);
   constexpr int kTile = kNumRegisters >= 32 ? (G <= 2 ? 4 : 2) : (G == 1 ? 4 : 2);
   int64_t d = 0;
   for (; d + kTile * kPair <= D; d += kTile * kPair)
-    add_values<C, G, kTile>(scores, shrink, work.chunk, work.value_offset, padded, d, kPair, work.next_values, d == 0,
-                            sums);
+    add_values<C, G, kTile>(scores, shrink, work.chunk, work.values.offset, padded, d, kPair, work.next_keys, sums);
   for (; d < D; d += kPair)
-    add_values<C, G, 1>(scores, shrink, work.chunk, work.value_offset, padded, d, least(kPair, D - d), work.next_values,
-                        d == 0, sums);
+    add_values<C, G, 1>(scores, shrink, work.chunk, work.values.offset, padded, d, least(kPair, D - d), work.next_keys,
+                        sums);
 }
 
 }  // namespace
@@ -274,17 +294,16 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
     find_rows(p, span.row, position + kChunk, span.end, chunks[turn ^ 1]);
     for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
       const bool last = kv_head + 1 == K;
-      const Chunk<C>& next = last ? following : chunk;
-      const int64_t next_head = last ? 0 : kv_head + 1, row_bytes = D * static_cast<int64_t>(sizeof(C));
+      const Chunk<C>& next = last && following.count > 0 ? following : chunk;
+      const int64_t next_head = last ? 0 : kv_head + 1;
       if constexpr (is_quantised<C>) {
         copy_scales(chunk, chunk.key_scales, p.key_scale, kv_head, key_scales);
         copy_scales(chunk, chunk.value_scales, p.value_scale, kv_head, value_scales);
       }
       Work<C> work{chunk,
                    kv_head * p.key_cache.head_stride,
-                   kv_head * p.value_cache.head_stride,
-                   {next.keys, next.count, next_head * p.key_cache.head_stride, row_bytes},
-                   {next.values, next.count, next_head * p.value_cache.head_stride, row_bytes},
+                   {chunk.values, kv_head * p.value_cache.head_stride},
+                   {next.keys, next_head * p.key_cache.head_stride},
                    key_scales,
                    value_scales};
       for (int64_t g = 0; g < group;) {
@@ -299,7 +318,7 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
         }
         if (count == 2) run(std::integral_constant<int, 2>{});
         if (count == 1) run(std::integral_constant<int, 1>{});
-        work.next_keys.count = work.next_values.count = 0;  // asked for already
+        work.next_keys = {chunk.values, kv_head * p.value_cache.head_stride};  // asked for already: these are at hand
         g += count;
       }
     }
