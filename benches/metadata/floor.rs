@@ -306,55 +306,94 @@ pub(crate) fn prompts(evicting: bool, prompts: &[Vec<u32>], meter: &mut Meter) {
     super::check_hits(num_hits * BLOCK_SIZE);
 }
 
-/// One step's arrays for `BATCH` rows: tables copied whole from the sequences' own, or 16 entries changed in place;
-/// lengths and slots are written anew either way.
-pub(crate) fn decode(meter: &mut Meter) {
-    let mut draws = super::workloads::Draws::new(7);
-    let own_tables: Vec<Vec<u32>> =
-        (0..BATCH).map(|_| (0..MAX_BLOCKS).map(|_| draws.below(DECODE_POOL as u32)).collect()).collect();
-    let mut tables = vec![0_i32; BATCH * MAX_BLOCKS];
-    let mut lengths: Vec<u32> = (0..BATCH).map(|row| decode_length(row) as u32).collect();
-    let mut seq_lens = vec![0_i32; BATCH];
-    let mut slots = vec![0_i64; BATCH];
-    meter.region(Row::DecodeRebuild, DECODE_STEPS, || {
-        for _ in 0..DECODE_STEPS {
-            for (row, own) in own_tables.iter().enumerate() {
-                for (entry, &block) in tables[row * MAX_BLOCKS..][..MAX_BLOCKS].iter_mut().zip(own) {
-                    *entry = block as i32;
-                }
-                let position = lengths[row];
-                lengths[row] += 1;
-                seq_lens[row] = lengths[row] as i32;
-                let block = own[position as usize / BLOCK_SIZE];
-                slots[row] = i64::from(block) * BLOCK_SIZE as i64 + i64::from(position) % BLOCK_SIZE as i64;
-            }
-            black_box((&tables, &seq_lens, &slots));
-        }
-    });
-    for (row, length) in lengths.iter_mut().enumerate() {
-        *length = decode_length(row) as u32;
+/// The sequences of a decode batch at 8k tokens, and one step's arrays for them.
+struct Decode {
+    pool: Pool,
+    own_tables: Vec<Vec<u32>>,
+    lengths: Vec<u32>,
+    tables: Vec<i32>,
+    seq_lens: Vec<i32>,
+    slots: Vec<i64>,
+    changed: Vec<(u32, u32, u32)>,
+}
+
+impl Decode {
+    fn new() -> Self {
+        let mut pool = Pool::new(DECODE_POOL);
+        let lengths: Vec<u32> = (0..BATCH).map(|row| decode_length(row) as u32).collect();
+        let mut own_table = |&length: &u32| {
+            let num_blocks = (length as usize).div_ceil(BLOCK_SIZE);
+            (0..MAX_BLOCKS).map(|logical| if logical < num_blocks { pool.take() } else { 0 }).collect()
+        };
+        let own_tables: Vec<Vec<u32>> = lengths.iter().map(&mut own_table).collect();
+        let tables = own_tables.iter().flatten().map(|&block| block as i32).collect();
+        let (seq_lens, slots) = (vec![0; BATCH], vec![0; BATCH]);
+        Self { pool, own_tables, lengths, tables, seq_lens, slots, changed: Vec::with_capacity(BATCH) }
     }
-    let mut changed: Vec<(u32, u32, u32)> = Vec::with_capacity(BATCH);
-    meter.region(Row::DecodeDelta, DECODE_STEPS, || {
-        for _ in 0..DECODE_STEPS {
-            changed.clear();
-            // The stagger says which sixteenth of the rows opens a block: a floor need not look for it.
-            let first = (BLOCK_SIZE - lengths[0] as usize % BLOCK_SIZE) % BLOCK_SIZE;
-            for row in (first..BATCH).step_by(BLOCK_SIZE) {
-                let logical = lengths[row] as usize / BLOCK_SIZE;
-                changed.push((row as u32, logical as u32, own_tables[row][logical]));
-            }
-            for &(row, logical, block) in &changed {
-                tables[row as usize * MAX_BLOCKS + logical as usize] = block as i32;
-            }
-            for row in 0..BATCH {
-                let position = lengths[row];
-                lengths[row] += 1;
-                seq_lens[row] = lengths[row] as i32;
-                let block = tables[row * MAX_BLOCKS + position as usize / BLOCK_SIZE];
-                slots[row] = i64::from(block) * BLOCK_SIZE as i64 + i64::from(position) % BLOCK_SIZE as i64;
-            }
-            black_box((&tables, &seq_lens, &slots, &changed));
+
+    /// Each row that is about to begin a block gets one, in its own table.
+    fn open_blocks(&mut self) {
+        self.changed.clear();
+        // The stagger says which sixteenth of the rows opens a block: a floor need not look for it.
+        let first = (BLOCK_SIZE - self.lengths[0] as usize % BLOCK_SIZE) % BLOCK_SIZE;
+        for row in (first..BATCH).step_by(BLOCK_SIZE) {
+            let logical = self.lengths[row] as usize / BLOCK_SIZE;
+            let block = self.pool.take();
+            self.own_tables[row][logical] = block;
+            self.changed.push((row as u32, logical as u32, block));
         }
-    });
+    }
+
+    /// Append and show: all tables are copied whole from the sequences' own.
+    fn rebuild(&mut self) {
+        self.open_blocks();
+        let Self { own_tables, lengths, tables, seq_lens, slots, .. } = self;
+        for (row, own) in own_tables.iter().enumerate() {
+            for (entry, &block) in tables[row * MAX_BLOCKS..][..MAX_BLOCKS].iter_mut().zip(own) {
+                *entry = block as i32;
+            }
+            let position = lengths[row];
+            lengths[row] += 1;
+            seq_lens[row] = lengths[row] as i32;
+            let block = own[position as usize / BLOCK_SIZE];
+            slots[row] = i64::from(block) * BLOCK_SIZE as i64 + i64::from(position) % BLOCK_SIZE as i64;
+        }
+    }
+
+    /// Append and show: the new entries are changed in place.
+    fn delta(&mut self) {
+        self.open_blocks();
+        let Self { lengths, tables, seq_lens, slots, changed, .. } = self;
+        for &(row, logical, block) in &*changed {
+            tables[row as usize * MAX_BLOCKS + logical as usize] = block as i32;
+        }
+        // Slices, so that their bounds are values of this function and not memory that a store might change.
+        let (tables, lengths) = (&tables[..], &mut lengths[..BATCH]);
+        let (seq_lens, slots) = (&mut seq_lens[..BATCH], &mut slots[..BATCH]);
+        for row in 0..BATCH {
+            let position = lengths[row];
+            lengths[row] += 1;
+            seq_lens[row] = lengths[row] as i32;
+            let block = tables[row * MAX_BLOCKS + position as usize / BLOCK_SIZE];
+            slots[row] = i64::from(block) * BLOCK_SIZE as i64 + i64::from(position) % BLOCK_SIZE as i64;
+        }
+    }
+}
+
+/// `DECODE_STEPS` steps: everything copied anew in each, then from the start again, what changed alone.
+pub(crate) fn decode(meter: &mut Meter) {
+    let ways = [
+        (Row::DecodeRebuild, Decode::rebuild as fn(&mut Decode)),
+        (Row::DecodeDelta, Decode::delta as fn(&mut Decode)),
+    ];
+    for (row, step) in ways {
+        let mut decode = Decode::new();
+        meter.region(row, DECODE_STEPS, || {
+            for _ in 0..DECODE_STEPS {
+                step(&mut decode);
+                let Decode { tables, seq_lens, slots, changed, .. } = &decode;
+                black_box((tables, seq_lens, slots, changed));
+            }
+        });
+    }
 }

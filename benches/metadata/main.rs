@@ -9,6 +9,7 @@
 //! cargo bench --bench metadata -- --json             the same for machines
 //! cargo bench --bench metadata -- --runs 21          more runs of each side (15 unless told)
 //! cargo bench --bench metadata -- --side core        one side alone: core or floor
+//! cargo bench --bench metadata -- --row append       the workload that has this row alone
 //! cargo bench --bench metadata -- --count append     one row of the core, once, its operations inside
 //!                                                    `counted_region`: what `make instructions` runs under callgrind
 //! ```
@@ -89,13 +90,14 @@ struct Arguments {
     num_runs: usize,
     floor: bool,
     core: bool,
+    only: Option<Row>,
     count: Option<Row>,
 }
 
 impl Arguments {
     /// `--bench` is what cargo adds.
     fn parse() -> Result<Self, String> {
-        let mut parsed = Self { json: false, num_runs: 15, floor: true, core: true, count: None };
+        let mut parsed = Self { json: false, num_runs: 15, floor: true, core: true, only: None, count: None };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or(format!("`{word}` needs a value"));
@@ -112,19 +114,23 @@ impl Arguments {
                     "floor" => parsed.core = false,
                     other => return Err(format!("`--side`: wanted core or floor, got {other}")),
                 },
-                "--count" => {
-                    let value = value()?;
-                    let row = Row::ALL.into_iter().find(|row| row.key() == value);
-                    let keys = Row::ALL.map(Row::key).join(", ");
-                    parsed.count = Some(row.ok_or(format!("`--count`: wanted one of {keys}, got {value}"))?);
-                }
+                "--row" => parsed.only = Some(row_of(&word, &value()?)?),
+                "--count" => parsed.count = Some(row_of(&word, &value()?)?),
                 other => {
-                    return Err(format!("unknown option `{other}`; there are --json --runs --side --count"));
+                    return Err(format!(
+                        "unknown option `{other}`; there are --json --runs --side --row --count"
+                    ));
                 }
             }
         }
         Ok(parsed)
     }
+}
+
+fn row_of(option: &str, value: &str) -> Result<Row, String> {
+    let keys = Row::ALL.map(Row::key).join(", ");
+    let row = Row::ALL.into_iter().find(|row| row.key() == value);
+    row.ok_or_else(|| format!("`{option}`: wanted one of {keys}, got {value}"))
 }
 
 /// Runs the core's workload that has the row, once, and prints what is to be divided by.
@@ -140,7 +146,8 @@ fn count(row: Row, inputs: &Inputs) {
 /// Each workload on both sides in turns; the side that starts changes with each turn.
 fn time(inputs: &Inputs, arguments: &Arguments) -> (Vec<Sample>, Vec<Sample>) {
     let (mut on_floor, mut on_core) = (Vec::new(), Vec::new());
-    for Workload { floor, core, .. } in WORKLOADS {
+    let wanted = |workload: &Workload| arguments.only.is_none_or(|row| workload.rows.contains(&row));
+    for Workload { floor, core, .. } in WORKLOADS.into_iter().filter(wanted) {
         for turn in 0..=arguments.num_runs {
             let mut sides = [(floor, &mut on_floor, arguments.floor), (core, &mut on_core, arguments.core)];
             if turn % 2 == 1 {
