@@ -203,13 +203,25 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn match_prefix(&mut self, prompt: &Prompt<'_>) -> Result<u64> {
-        check_prompt(prompt)?;
-        self.find_prefix(prompt, prompt.token_ids.len().saturating_sub(1));
+        self.check_and_find(prompt, prompt.token_ids.len().saturating_sub(1))?;
         Ok(self.matching.blocks.len() as u64 * self.config.block_size())
     }
 
-    /// Finds the blocks of the prompt's full blocks within its first `limit` tokens, into `matching.blocks`.
-    pub(crate) fn find_prefix(&mut self, prompt: &Prompt<'_>, limit: usize) {
+    /// Checks the values of a prompt by themselves, and finds the blocks of its full blocks within its first `limit`
+    /// tokens, into `matching.blocks`. What is found has the ids of an indexed block, which are sound: only those behind
+    /// it are checked, so that most of a prompt is read from memory once.
+    pub(crate) fn check_and_find(&mut self, prompt: &Prompt<'_>, limit: usize) -> Result<()> {
+        if !prompt.items.is_empty() {
+            check_token_ids(prompt.token_ids, "token_ids")?;
+            check_items(prompt)?;
+        }
+        self.find_prefix(prompt, limit);
+        let num_found = self.matching.blocks.len() * self.config.block_size() as usize;
+        check_token_ids(&prompt.token_ids[num_found..], "token_ids")
+    }
+
+    /// The second half of [`check_and_find`](Self::check_and_find).
+    fn find_prefix(&mut self, prompt: &Prompt<'_>, limit: usize) {
         let Self { config, pool, matching: Matching { blocks, bytes, .. }, .. } = self;
         blocks.clear();
         if !config.prefix_caching() {
@@ -253,7 +265,7 @@ impl BlockManager {
         num_new_tokens: Option<u64>,
     ) -> Result<Admission> {
         Self::check_id(sequence_id, "sequence_id")?;
-        check_prompt(prompt)?;
+        self.check_and_find(prompt, prompt.token_ids.len().saturating_sub(1))?;
         self.check_new(sequence_id)?;
         let num_tokens = prompt.token_ids.len() as u64;
         self.check_length(num_tokens)?;
@@ -266,7 +278,6 @@ impl BlockManager {
             return Err(Error::SequenceTooLong { reason });
         }
 
-        self.find_prefix(prompt, prompt.token_ids.len().saturating_sub(1));
         let hits = &self.matching.blocks;
         let num_computed_tokens = hits.len() as u64 * self.config.block_size();
         let num_slots = (num_tokens - num_computed_tokens).min(num_new_tokens.unwrap_or(u64::MAX));
@@ -315,9 +326,7 @@ pub(crate) fn encode_kept_items(chain: &Chain, block: usize, block_size: u64, by
     }
 }
 
-/// The values of a prompt by themselves.
-pub(crate) fn check_prompt(prompt: &Prompt<'_>) -> Result<()> {
-    check_token_ids(prompt.token_ids, "token_ids")?;
+fn check_items(prompt: &Prompt<'_>) -> Result<()> {
     let num_tokens = prompt.token_ids.len() as u64;
     let mut behind = 0;
     for item in prompt.items {

@@ -81,7 +81,10 @@ impl BlockManager {
                 faults.push(format!("block {block}: {counted} children counted, the index has {found}"));
             }
         }
-        let num_entries = index.num_entries();
+        let (num_entries, miscounted) = index.table.recount(|block| index.hash_of(block));
+        if let Some(bucket) = miscounted {
+            faults.push(format!("prefix index: bucket {bucket} counts the entries that passed it wrongly"));
+        }
         if index.num_nodes != num_nodes || num_entries != num_nodes as usize {
             let counted = index.num_nodes;
             faults.push(format!(
@@ -300,7 +303,7 @@ mod tests {
         manager.pool.index.num_nodes += 1;
         assert_named(&manager, "prefix index: 4 nodes, but 5 counted and 4 entries in the table");
         let mut manager = lru();
-        manager.pool.index.clear_table();
+        manager.pool.index.table.clear();
         assert_named(&manager, "block 1: indexed, but not found by its content");
     }
 

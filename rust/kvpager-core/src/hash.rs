@@ -34,7 +34,11 @@ impl Hasher {
 
     /// The hash of a block: `parent` is the hash of the block before it (of the namespace, for a first block), `key`
     /// that of its extra keys, 0 for none.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "half of its cost would be the call, which hands everything through memory"
+    )]
+    #[inline(always)]
     pub(crate) fn chain(&self, parent: Hash, token_ids: &[TokenId], key: Hash) -> Hash {
         let mut lanes = self.seed;
         if key != [0, 0] {

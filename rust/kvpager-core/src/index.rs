@@ -1,9 +1,8 @@
 //! The prefix index: which cached content lies in which block. Exact, whatever the hash does.
 //!
 //! A node is a block: its parent (the node of the block before it, or the root of a namespace), its S token ids and its
-//! extra keys. A hit compares all of them; the 128-bit chain hash only finds the candidate. Nodes are found through an
-//! open-addressing table of 8-byte entries, 32 bits of the hash as a tag and the block, at most half full; the home of
-//! an entry follows from its tag, so that backward-shift deletion reads nothing else and leaves no tombstone.
+//! extra keys. A hit compares all of them; the 128-bit chain hash only finds the candidate, through the
+//! [table](Table).
 //!
 //! Invariants:
 //! * ids of nodes and of namespaces come from one counter and are never used again, so a child can't be reached through
@@ -14,14 +13,16 @@
 //! * the tokens of block b are `tokens[b·S..][..S]`, written once when it enters.
 //!
 //! Costs: find and insert O(S) and one or two cache misses, remove O(1); nothing is allocated after creation but for
-//! new keys. 64 bytes a block, and 4·S for the tokens.
+//! new keys. 59 bytes a block, and 4·S for the tokens.
 
 use crate::hash::{Hash, Hasher};
 use crate::keys::{Interner, NO_KEY};
+pub(crate) use crate::table::Gap;
+use crate::table::{self, Table};
 use crate::{BlockId, Config, TokenId};
 
-/// Bytes of bookkeeping for each block, without its tokens: the node and two entries of the table.
-pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Node>() + 2 * size_of::<u64>();
+/// Bytes of bookkeeping for each block, without its tokens: the node and its share of the table.
+pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Node>() + table::BYTES_PER_BLOCK;
 
 /// Blocks that are hashed before the first of them is looked up.
 pub(crate) const AHEAD: usize = 64;
@@ -75,18 +76,13 @@ impl Parent {
     }
 }
 
-/// Where a node that was not found would enter the table.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Gap(usize);
-
 /// See the module header. Without prefix caching all arrays are empty.
 #[derive(Clone, Debug)]
 pub(crate) struct Index {
     /// As far as blocks have been indexed; later ones are vacant.
     pub(crate) nodes: Vec<Node>,
     pub(crate) tokens: Vec<TokenId>,
-    /// `tag << 32 | block + 1`, 0 for empty.
-    table: Vec<u64>,
+    pub(crate) table: Table,
     block_size: usize,
     pub(crate) num_nodes: u32,
     next_id: u64,
@@ -104,7 +100,7 @@ impl Index {
         Self {
             nodes: Vec::with_capacity(num_blocks),
             tokens: vec![0; num_blocks * block_size],
-            table: vec![0; num_blocks * 2],
+            table: Table::new(num_blocks),
             block_size,
             num_nodes: 0,
             next_id: DEFAULT_ROOT + 1,
@@ -151,16 +147,15 @@ impl Index {
             hash
         }));
         let looked_at = hashes.iter().zip(blocks).fold(0, |seen, (&hash, &block)| {
-            let entry = self.table[self.home(tag(hash))];
-            seen ^ entry ^ u64::from(self.tokens[block as usize * self.block_size])
+            seen ^ self.table.look_at(hash) ^ self.tokens[block as usize * self.block_size]
         });
         std::hint::black_box(looked_at);
     }
 
     /// Reads the entry of an indexed block, or one near it; it means nothing.
     #[inline]
-    pub(crate) fn look_at(&self, block: BlockId) -> u64 {
-        self.table[self.home(tag(self.nodes[block as usize].hash))]
+    pub(crate) fn look_at(&self, block: BlockId) -> u32 {
+        self.table.look_at(self.nodes[block as usize].hash)
     }
 
     #[inline]
@@ -181,26 +176,11 @@ impl Index {
         token_ids: &[TokenId],
         key: u32,
     ) -> Result<BlockId, Gap> {
-        let tag = tag(hash);
-        let mut at = self.home(tag);
-        loop {
-            let entry = self.table[at];
-            if entry == 0 {
-                return Err(Gap(at));
-            }
-            if (entry >> 32) as u32 == tag {
-                let block = entry as u32 - 1;
-                let node = &self.nodes[block as usize];
-                if node.hash == hash
-                    && node.parent_id == parent.id
-                    && node.key == key
-                    && self.tokens_of(block) == token_ids
-                {
-                    return Ok(block);
-                }
-            }
-            at = self.after(at);
-        }
+        // Equal contents under one parent have equal hashes: no need to compare those too.
+        self.table.find(hash, |block| {
+            let node = &self.nodes[block as usize];
+            node.parent_id == parent.id && node.key == key && self.tokens_of(block) == token_ids
+        })
     }
 
     /// Makes `block` a node at a gap that [`find`](Self::find) has just found for the same content. A user of the key
@@ -231,7 +211,7 @@ impl Index {
             self.nodes.push(node);
         }
         self.tokens[at * self.block_size..][..self.block_size].copy_from_slice(token_ids);
-        self.table[gap.0] = u64::from(tag(hash)) << 32 | u64::from(block + 1);
+        self.table.insert(gap, hash, block);
         self.num_nodes += 1;
         Parent { hash, id, place: block }
     }
@@ -248,28 +228,7 @@ impl Index {
         }
         self.item_keys.release(key);
         self.num_nodes -= 1;
-
-        let mut gap = self.home(tag(hash));
-        while self.table[gap] as u32 != block + 1 {
-            gap = self.after(gap);
-        }
-        // Entries behind the gap move up where that brings them nearer to their homes.
-        let len = self.table.len();
-        let mut at = gap;
-        loop {
-            at = self.after(at);
-            let entry = self.table[at];
-            if entry == 0 {
-                break;
-            }
-            let home = self.home((entry >> 32) as u32);
-            let distance = |to: usize, from: usize| if to >= from { to - from } else { to + len - from };
-            if distance(at, home) >= distance(at, gap) {
-                self.table[gap] = entry;
-                gap = at;
-            }
-        }
-        self.table[gap] = 0;
+        self.table.remove(hash, block);
     }
 
     /// Drops every node; `num_users` of namespaces and keys fall accordingly. O(nodes ever made + table).
@@ -284,7 +243,7 @@ impl Index {
             self.item_keys.release(node.key);
             *node = Node::VACANT;
         }
-        self.table.fill(0);
+        self.table.clear();
         self.num_nodes = 0;
     }
 
@@ -329,32 +288,13 @@ impl Index {
         (parent.id == node.parent_id && parent.id != 0).then_some(parent)
     }
 
+    /// The hash of a block's node, 0 if it has none; for the audit.
+    pub(crate) fn hash_of(&self, block: BlockId) -> Hash {
+        self.nodes.get(block as usize).map_or([0, 0], |node| node.hash)
+    }
+
     /// The hash of an interned key.
     pub(crate) fn key_hash(&self, key: u32) -> Hash {
         self.item_keys.entries.get(key as usize).map_or([0, 0], |entry| entry.hash)
     }
-
-    /// Entries in the table. O(table).
-    pub(crate) fn num_entries(&self) -> usize {
-        self.table.iter().filter(|&&entry| entry != 0).count()
-    }
-
-    #[cfg(test)]
-    pub(crate) fn clear_table(&mut self) {
-        self.table.fill(0);
-    }
-
-    #[inline]
-    fn home(&self, tag: u32) -> usize {
-        ((u64::from(tag) * self.table.len() as u64) >> 32) as usize
-    }
-
-    #[inline]
-    fn after(&self, at: usize) -> usize {
-        if at + 1 == self.table.len() { 0 } else { at + 1 }
-    }
-}
-
-fn tag(hash: Hash) -> u32 {
-    (hash[0] >> 32) as u32
 }

@@ -93,6 +93,7 @@ pub mod pins;
 mod pool;
 mod sequence;
 pub mod stats;
+mod table;
 
 pub use admission::{Admission, Item, Prompt};
 pub use batch::{BatchBuffers, BatchId, BatchMemory, BatchShape, BatchStep};

@@ -7,7 +7,6 @@
 
 use rustc_hash::FxHashMap;
 
-use crate::admission::check_prompt;
 use crate::{BlockId, BlockManager, Error, Prompt, Result};
 
 /// Names a pin; never used again.
@@ -47,8 +46,7 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn pin_prefix(&mut self, prompt: &Prompt<'_>) -> Result<PinId> {
-        check_prompt(prompt)?;
-        self.find_prefix(prompt, prompt.token_ids.len());
+        self.check_and_find(prompt, prompt.token_ids.len())?;
         let blocks = &self.matching.blocks;
         let num_new = blocks.iter().filter(|&&block| self.pins.on(block) == 0).count();
         let (num_pinned, quota) = (self.pins.count_of.len(), self.config.max_pinned_blocks());
