@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpager import ops
 from kvpager.errors import ConfigError
 from kvpager.huge_pages import advise_huge_pages
+from kvpager.ops import backends
 from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES
 from kvpager.ops.layout import as_hnd, scales_as_hnd
 
@@ -80,6 +81,7 @@ class PagedKVCache:
             each token and kv head.
         device: where the pool lies. On the CPU of Linux it asks for huge pages, which kernels read faster.
         block_major: keep a block's bytes of all layers together instead of a layer's blocks.
+        attention_backend: who computes `attend`: "auto" or another name of `kvpager.ops.backends`.
 
     Attributes:
         storage: the allocation: [L, 2, N, …] or, block-major, [N, L, 2, …]; of a quantised cache uint8
@@ -91,7 +93,8 @@ class PagedKVCache:
         dtype: the torch dtype of the caches.
 
     Raises:
-        ConfigError: a size below 1, an unknown layout or dtype, or a pool that can't be allocated.
+        ConfigError: a size below 1, an unknown layout or dtype, a backend that can't be used, or a pool that can't be
+            allocated.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class PagedKVCache:
         dtype: CacheDtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
+        attention_backend: str = "auto",
     ) -> None:
         _check_sizes(
             num_layers=num_layers,
@@ -116,6 +120,9 @@ class PagedKVCache:
         )
         if layout not in ("HND", "NHD"):
             raise ConfigError(f'`layout`: wanted "HND" or "NHD", got {layout}')
+        backends.check_backend(attention_backend)
+        self.attention_backend = attention_backend
+        self._planner = backends.Planner(attention_backend)
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
@@ -187,6 +194,7 @@ class PagedKVCache:
         dtype: CacheDtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
+        attention_backend: str = "auto",
     ) -> Self:
         """A cache for a model, with a number of blocks or as many as fit a budget in bytes: exactly one of the two.
 
@@ -217,6 +225,7 @@ class PagedKVCache:
             dtype=dtype,
             device=device,
             block_major=block_major,
+            attention_backend=attention_backend,
         )
 
     @property
@@ -300,7 +309,18 @@ class PagedKVCache:
         key_cache, value_cache = self._hnd_caches[layer]
         key_scale, value_scale = self._hnd_scales[layer]
         tables, lengths = metadata.block_tables, metadata.seq_lens
-        if metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]:
+        is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
+        if self.attention_backend not in ("auto", "native"):
+            run = self._planner.plan(
+                metadata, query, key_cache, block_tables=tables, seq_lens=lengths,
+                query_start_loc=None if is_decode else metadata.query_start_loc, scale=scale,
+                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, window=window,
+                softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
+            )  # fmt: skip
+            out = query.new_empty(query.shape)
+            run(query, key_cache, value_cache, out, None)
+            return out
+        if is_decode:
             return ops.paged_attention(
                 query,
                 key_cache,

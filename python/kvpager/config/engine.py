@@ -28,6 +28,8 @@ class EngineConfig:
         enable_prefix_caching: find what other requests computed for the same beginning.
         watermark_blocks: blocks that an admission leaves free while others run, so that they can grow; None: 1 % of
             the pool.
+        attention_backend: who computes attention: "auto" (kvpager's kernels wherever it has them), "native",
+            "flashinfer", "flash_attn" or "reference".
     """
 
     device: str = "cpu"
@@ -41,6 +43,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     watermark_blocks: int | None = None
+    attention_backend: str = "auto"
 
     def __post_init__(self) -> None:
         supported = ("auto", *DTYPES, "float64")

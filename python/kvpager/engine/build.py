@@ -77,8 +77,9 @@ def _say_once(message: str) -> None:
 def _make_cache(model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> PagedKVCache:
     num_blocks, budget = config.num_blocks, config.kv_cache_memory_bytes
     make = functools.partial(
-        PagedKVCache.from_config, model_config, block_size=config.block_size, dtype=dtype, device=config.device
-    )
+        PagedKVCache.from_config, model_config, block_size=config.block_size, dtype=dtype, device=config.device,
+        attention_backend=config.attention_backend,
+    )  # fmt: skip
     if num_blocks is not None or budget is not None:
         return make(num_blocks=num_blocks, kv_cache_memory_bytes=budget)
     return make(num_blocks=default_num_blocks(model_config, config, dtype))

@@ -7,7 +7,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from kvpager.ops import checks, device_errors
+from kvpager.ops import backends, checks, device_errors
+from kvpager.ops.backends import Backend
 from kvpager.ops.device_errors import REFUSALS, raise_typed
 from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
 from kvpager.ops.schemas import registered_op
@@ -36,6 +37,7 @@ def paged_attention(
     schedule: Tensor | None = None,
     workspace: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -59,6 +61,7 @@ def paged_attention(
     schedule: Tensor | None = None,
     workspace: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: Literal[True],
@@ -81,6 +84,7 @@ def paged_attention(
     schedule: Tensor | None = None,
     workspace: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -107,6 +111,7 @@ def paged_attention(
         workspace: uint8 of at least `kvpager.ops.workspace_bytes`, zeroed, and left zeroed; None lets the kernel find
             room itself.
         layout: axes of the caches (and of scales with three dimensions).
+        backend: who computes; see `kvpager.ops.backends`. Others than "native" ignore schedule and workspace.
         out: out [B, H, D] to write into, of the query's dtype.
         lse: lse [B, H] float32 (float64 with float64) to write into: log of the softmax denominator.
         return_lse: return lse too.
@@ -122,6 +127,20 @@ def paged_attention(
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
+    if backend != "auto" or query.is_cuda:
+        run = backends.chosen(
+            backend, query, key_cache, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=None, scale=scale,
+            max_query_len=1, max_seq_len=max_seq_len, window=window, softcap=softcap, sinks=sinks,
+            key_scale=key_scale, value_scale=value_scale, fixed_split=fixed_split,
+        )  # fmt: skip
+        if run is not None:
+            _check_decode(
+                out, lse, query, key_cache, value_cache, block_tables, seq_lens, sinks, window, softcap,
+                key_scale, value_scale, fixed_split, schedule, workspace,
+            )  # fmt: skip
+            out, lse = _outputs(query, out, lse, return_lse)
+            run(query, key_cache, value_cache, out, lse)
+            return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
     given = (out, lse)
     try:
         out, lse = _outputs(query, out, lse, return_lse)
@@ -161,6 +180,7 @@ def paged_prefill(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -183,6 +203,7 @@ def paged_prefill(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: Literal[True],
@@ -204,6 +225,7 @@ def paged_prefill(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     layout: Layout = "HND",
+    backend: Backend = "auto",
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -229,6 +251,7 @@ def paged_prefill(
         key_scale: as in `paged_attention`.
         value_scale: as in `paged_attention`.
         layout: as in `paged_attention`.
+        backend: as in `paged_attention`.
         out: out [T, H, D] to write into.
         lse: lse [T, H] to write into.
         return_lse: return lse too.
@@ -244,6 +267,20 @@ def paged_prefill(
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
+    if backend != "auto" or query.is_cuda:
+        run = backends.chosen(
+            backend, query, key_cache, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc,
+            scale=scale, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window, softcap=softcap,
+            sinks=sinks, key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
+        if run is not None:
+            checks.check_attention(
+                out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window,
+                softcap, key_scale, value_scale,
+            )  # fmt: skip
+            out, lse = _outputs(query, out, lse, return_lse)
+            run(query, key_cache, value_cache, out, lse)
+            return (out, lse) if return_lse else out  # type: ignore[return-value]  # `_outputs` has made lse
     given = (out, lse)
     try:
         out, lse = _outputs(query, out, lse, return_lse)
