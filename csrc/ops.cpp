@@ -5,6 +5,7 @@
 #include "checks.h"
 #include "cpu/kernels.h"
 #include "fused_checks.h"
+#include "layer_checks.h"
 
 namespace kvpager {
 namespace {
@@ -121,6 +122,21 @@ void qk_norm_rope_write(Tensor query_out, Tensor qkv, std::optional<Tensor> q_we
   });
 }
 
+void linear(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  with_float_type("x", x.scalar_type(),
+                  [&](auto zero) { cpu::linear(linear_params<decltype(zero)>(out, x, weight, bias)); });
+}
+
+void rms_norm(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> residual, double eps) {
+  with_float_type("x", x.scalar_type(),
+                  [&](auto zero) { cpu::rms_norm(norm_params<decltype(zero)>(out, x, weight, residual, eps)); });
+}
+
+void silu_mul(Tensor out, Tensor gate, Tensor up) {
+  with_float_type("gate", gate.scalar_type(),
+                  [&](auto zero) { cpu::silu_mul(gate_params<decltype(zero)>(out, gate, up)); });
+}
+
 void copy_blocks(std::vector<Tensor> caches, Tensor pairs) {
   check_copy(caches, pairs);
   std::vector<CopyShape> shapes;
@@ -168,6 +184,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvpager, CPU, library) {
   library.impl("paged_prefill", TORCH_BOX(&kvpager::paged_prefill));
   library.impl("merge_attention", TORCH_BOX(&kvpager::merge_attention));
   library.impl("qk_norm_rope_write", TORCH_BOX(&kvpager::qk_norm_rope_write));
+  library.impl("linear", TORCH_BOX(&kvpager::linear));
+  library.impl("rms_norm", TORCH_BOX(&kvpager::rms_norm));
+  library.impl("silu_mul", TORCH_BOX(&kvpager::silu_mul));
   library.impl("copy_blocks", TORCH_BOX(&kvpager::copy_blocks));
   library.impl("swap_blocks", TORCH_BOX(&kvpager::swap_blocks));
   library.impl("gather_kv", TORCH_BOX(&kvpager::gather_kv));

@@ -142,6 +142,38 @@ struct FusedParams {
   accumulate_t<T> eps;
 };
 
+// A linear layer: out = x weight^T + bias.
+template <class T>
+struct LinearParams {
+  T* out;                                       // [num_rows, num_outputs]
+  const T* x;                                   // [num_rows, depth]
+  const T* weight;                              // [num_outputs, depth]
+  const T* bias;                                // [num_outputs], contiguous; null = none
+  int64_t out_stride, x_stride, weight_stride;  // of a row
+  int64_t num_rows, num_outputs, depth;
+};
+
+// RMSNorm of rows: residual += x where there is one, out = norm(residual or x) * weight.
+template <class T>
+struct NormParams {
+  T* out;           // [num_rows, width]
+  const T* x;       // [num_rows, width]
+  const T* weight;  // [width], contiguous
+  T* residual;      // [num_rows, width]; null = none
+  int64_t out_stride, x_stride, residual_stride;
+  int64_t num_rows, width;
+  accumulate_t<T> eps;
+};
+
+// The gated activation: out = silu(gate) * up; all [num_rows, width].
+template <class T>
+struct GateParams {
+  T* out;
+  const T *gate, *up;
+  int64_t out_stride, gate_stride, up_stride;
+  int64_t num_rows, width;
+};
+
 // One cache [N, inner...] of `copy_blocks`: element strides of the inner dimensions, contiguous ones merged.
 struct CopyShape {
   static constexpr int kMaxInner = 7;

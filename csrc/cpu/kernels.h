@@ -47,6 +47,15 @@ void merge_attention(const MergeParams<T>& params);
 template <class T, class C>
 void qk_norm_rope_write(const FusedParams<T, C>& params);
 
+template <class T>
+void linear(const LinearParams<T>& params);
+
+template <class T>
+void rms_norm(const NormParams<T>& params);
+
+template <class T>
+void silu_mul(const GateParams<T>& params);
+
 // `data` is the first element of the cache that `shape` describes. The pairs have been checked.
 void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, const Grid<const int64_t>& pairs,
                  int64_t num_pairs);

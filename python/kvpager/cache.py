@@ -252,6 +252,7 @@ class PagedKVCache:
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         cos_sin: Tensor,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         eps: float,
@@ -263,18 +264,18 @@ class PagedKVCache:
             qkv: qkv [T, (H + 2·K)·D], the fused rows of the step's tokens.
             q_weight: q_weight [D], or None for no norm.
             k_weight: k_weight [D], or None for no norm.
-            cos_sin: cos_sin [T, D], the angles of each token.
+            cos_sin: cos_sin [P, D], the angles of each position.
+            positions: positions [T] int64, each token's row of `cos_sin`.
             slot_mapping: slot_mapping [T] int64.
             eps: of the norm.
 
         Returns:
             query [T, H, D], ready for `attend`.
         """
-        rows = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
         key_cache, value_cache = self._hnd_caches[layer]
         key_scale, value_scale = self._hnd_scales[layer]
         return ops.qk_norm_rope_write(
-            qkv, q_weight, k_weight, cos_sin, rows, key_cache, value_cache, slot_mapping, eps=eps,
+            qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping, eps=eps,
             key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
 

@@ -10,13 +10,33 @@ Letters: T tokens, H query heads, K kv heads, D head dim, C hidden size, I inter
 Architecture: Llama, arXiv:2302.13971; Qwen2.5, arXiv:2412.15115; Qwen3, arXiv:2505.09388; RMSNorm, arXiv:1910.07467.
 """
 
+from dataclasses import dataclass
+from typing import cast
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from kvpager import ops
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.config import ModelConfig
-from kvpager.models.rotary import inverse_frequencies, rotary_cos_sin
+from kvpager.models.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of a step are given.
+
+    Attributes:
+        cache: the pool that the metadata's slots and tables point into.
+        metadata: what is written where, and who attends to what.
+        cos_sin: cos_sin [P, D], the angles of each position.
+        positions: positions [T] int64.
+    """
+
+    cache: PagedKVCache
+    metadata: AttentionMetadata
+    cos_sin: Tensor
+    positions: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -27,11 +47,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises x [..., width]."""
-        wide = _widened(x)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Norms x [T, width], or adds it to the residual [T, width] and norms that."""
+        return ops.rms_norm(x, self.weight, eps=self.eps, residual=residual)
 
 
 class Attention(nn.Module):
@@ -52,16 +70,20 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.eps = config.rms_norm_eps
 
-    def forward(self, x: Tensor, cos_sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
-        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)  # [T, (H + 2 K) · D]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        widths = [projection.out_features for projection in projections]
+        qkv = x.new_empty((x.shape[0], sum(widths)))  # [T, (H + 2 K) · D]
+        for projection, part in zip(projections, torch.split(qkv, widths, dim=1), strict=True):
+            ops.linear(x, projection.weight, projection.bias, out=part)
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
-        slots = metadata.slot_mapping
-        q = cache.norm_turn_write(self.layer, qkv, q_weight, k_weight, cos_sin, slots, eps=self.eps)  # [T, H, D]
-        attended = cache.attend(self.layer, q, metadata)  # [T, H, D]
-        out: Tensor = self.o_proj(attended.flatten(1))
-        return out
+        q = step.cache.norm_turn_write(
+            self.layer, qkv, q_weight, k_weight, step.cos_sin, step.positions, step.metadata.slot_mapping, eps=self.eps
+        )  # [T, H, D]
+        attended = step.cache.attend(self.layer, q, step.metadata)  # [T, H, D]
+        return ops.linear(attended.flatten(1), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -76,12 +98,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [T, C] → [T, C]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        gate = ops.linear(x, self.gate_proj.weight)
+        up = ops.linear(x, self.up_proj.weight)
+        return ops.linear(ops.silu_mul(gate, up, out=gate), self.down_proj.weight)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each normed before and added to the residual stream."""
+    """Attention and MLP, each normed before and added to the residual stream after.
+
+    The norm that follows an addition does it, too; so the MLP's result is added by the norm behind this layer.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -90,11 +116,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        """X [T, C] → [T, C]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, metadata)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x  # noqa: RET504
+    def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
+        """Normed stream [T, C] → what is to be added to it [T, C]; `residual` [T, C] has grown by attention's part."""
+        attended = self.self_attn(normed, step)
+        out: Tensor = self.mlp(self.post_attention_layernorm(attended, residual))
+        return out
 
 
 class DecoderModel(nn.Module):
@@ -106,16 +132,18 @@ class DecoderModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryTable(config)
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """input_ids [T], positions [T] → hidden states [T, C]."""
-        x = self.embed_tokens(input_ids)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        cos_sin = rotary_cos_sin(positions, inverse_frequencies(self.config, positions.device), wide)
-        for layer in self.layers:
-            x = layer(x, cos_sin, cache, metadata)
-        out: Tensor = self.norm(x)
-        return out
+        residual = self.embed_tokens(input_ids)
+        step = Step(cache, metadata, self.rotary.rows(metadata.max_seq_len, residual), positions)
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]  # each adds the layer before it
+        normed: Tensor = layers[0].input_layernorm(residual)
+        for layer, norm in zip(layers, norms, strict=True):
+            normed = norm(layer(normed, residual, step), residual)
+        return normed
 
 
 class DecoderForCausalLM(nn.Module):
@@ -149,8 +177,5 @@ class DecoderForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every next token: hidden [rows, C] → [rows, V] float32 (float64 where the model is)."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return _widened(F.linear(hidden, head.weight))
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        scores = ops.linear(hidden, head.weight)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -35,13 +35,29 @@ def _stretched(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines, then sines, of every position's angles, once per step for all layers: [T, D].
+class RotaryTable:
+    """Cosines, then sines, of every position's angles, for all layers and steps: [P, D], made when first needed.
 
     Args:
-        positions: [T] integers.
-        frequencies: [D/2] float32, from `inverse_frequencies`.
-        dtype: of the result.
+        config: of the model.
     """
-    angles = positions.float()[:, None] * frequencies  # [T, D/2]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._rows: Tensor | None = None
+
+    def rows(self, num_positions: int, like: Tensor) -> Tensor:
+        """At least `num_positions` rows [P, D] beside `like`: float32, or float64 where it is.
+
+        The table at least doubles when it grows, so growing costs O(1) a position.
+        """
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        rows = self._rows
+        if rows is None or len(rows) < num_positions or rows.device != like.device or rows.dtype is not dtype:
+            positions = torch.arange(
+                max(num_positions, 2 * len(rows) if rows is not None else 1024), device=like.device
+            )
+            frequencies = inverse_frequencies(self._config, like.device)
+            angles = positions.float()[:, None] * frequencies  # [P, D/2]
+            self._rows = rows = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+        return rows

@@ -20,6 +20,7 @@ from kvpager.ops import dispatch
 from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
 from kvpager.ops.device_errors import check_errors
 from kvpager.ops.fused import qk_norm_rope_write
+from kvpager.ops.layers import linear, rms_norm, silu_mul
 from kvpager.ops.layout import Layout
 from kvpager.ops.moves import copy_blocks, gather_kv, swap_blocks, write_kv
 from kvpager.ops.quantise import dequantise, quantise
@@ -32,13 +33,16 @@ __all__ = [
     "copy_blocks",
     "dequantise",
     "gather_kv",
+    "linear",
     "make_schedule",
     "merge_attention",
     "paged_attention",
     "paged_prefill",
     "qk_norm_rope_write",
     "quantise",
+    "rms_norm",
     "shared_prefix_attention",
+    "silu_mul",
     "swap_blocks",
     "workspace_bytes",
     "write_kv",

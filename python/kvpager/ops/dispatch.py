@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpager.native import native_status
-from kvpager.ops import checks, reference, reference_fused
+from kvpager.ops import checks, layer_checks, reference, reference_fused, reference_layers, value_checks
 from kvpager.ops.schemas import NAMESPACE, SCHEMAS, library
 
 
@@ -83,7 +83,7 @@ def _paged_attention(
 ) -> None:
     _check_attention(out, lse, *inputs, fixed_split=fixed_split, schedule=schedule, workspace=workspace, **options)
     if schedule is not None:  # the reference never cuts a sequence, so that every schedule gives the same
-        checks.check_schedule_values(schedule.tolist(), inputs[-1].tolist(), fixed_split)
+        value_checks.check_schedule_values(schedule.tolist(), inputs[-1].tolist(), fixed_split)
     _store(out, lse, reference.paged_attention(*inputs, **options))
 
 
@@ -100,6 +100,21 @@ def _merge_attention(out: Tensor, lse: Tensor | None, *parts: Tensor) -> None:
 def _qk_norm_rope_write(*inputs: Any, **options: Any) -> None:
     checks.check_fused(*inputs, **options)
     reference_fused.qk_norm_rope_write(*inputs, **options)
+
+
+def _linear(*inputs: Any, **options: Any) -> None:
+    layer_checks.check_linear(*inputs, **options)
+    reference_layers.linear(*inputs, **options)
+
+
+def _rms_norm(*inputs: Any, **options: Any) -> None:
+    layer_checks.check_rms_norm(*inputs, **options)
+    reference_layers.rms_norm(*inputs, **options)
+
+
+def _silu_mul(*inputs: Any) -> None:
+    layer_checks.check_silu_mul(*inputs)
+    reference_layers.silu_mul(*inputs)
 
 
 def _copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
@@ -133,6 +148,9 @@ REFERENCE_KERNELS: dict[str, Callable[..., None]] = {
     "paged_prefill": _paged_prefill,
     "merge_attention": _merge_attention,
     "qk_norm_rope_write": _qk_norm_rope_write,
+    "linear": _linear,
+    "rms_norm": _rms_norm,
+    "silu_mul": _silu_mul,
     "copy_blocks": _copy_blocks,
     "swap_blocks": _swap_blocks,
     "gather_kv": _gather_kv,
@@ -145,6 +163,9 @@ FAKES: dict[str, Callable[..., None]] = {
     "paged_prefill": _check_prefill,
     "merge_attention": checks.check_merge,
     "qk_norm_rope_write": checks.check_fused,
+    "linear": layer_checks.check_linear,
+    "rms_norm": layer_checks.check_rms_norm,
+    "silu_mul": layer_checks.check_silu_mul,
     "copy_blocks": checks.check_copy,
     "swap_blocks": checks.check_swap,
     "gather_kv": checks.check_gather,
@@ -152,7 +173,7 @@ FAKES: dict[str, Callable[..., None]] = {
 }
 
 # What the CUDA library has no kernel for; the reference runs there.
-WITHOUT_CUDA_KERNEL = frozenset({"qk_norm_rope_write"})
+WITHOUT_CUDA_KERNEL = frozenset({"qk_norm_rope_write", "linear", "rms_norm", "silu_mul"})
 
 
 def register_kernels() -> None:

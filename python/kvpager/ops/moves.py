@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpager.ops import checks, device_errors
+from kvpager.ops import checks, device_errors, value_checks
 from kvpager.ops.device_errors import REFUSALS, raise_typed
 from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
 from kvpager.ops.schemas import registered_op
@@ -78,7 +78,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, in
     if not isinstance(pairs, Tensor):
         rows = [list(pair) for pair in pairs]
         if caches and caches[0].dim():
-            checks.check_pair_values(rows, caches[0].shape[0])
+            value_checks.check_pair_values(rows, caches[0].shape[0])
         pairs = torch.tensor(rows, dtype=torch.int64, device=caches[0].device if caches else None).reshape(-1, 2)
     try:
         _copy_blocks(caches, pairs)

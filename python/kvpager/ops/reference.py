@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvpager.ops import checks
+from kvpager.ops import checks, value_checks
 from kvpager.ops.quantise import dequantise, quantise
 
 
@@ -28,8 +28,8 @@ def write_kv(
 ) -> None:
     """Write token rows into their slots; see `kvpager.ops.write_kv`."""
     N, _, S, _ = key_cache.shape
-    checks.check_slot_values(slot_mapping, N * S)
-    checks.check_scale_values(key_scale, value_scale)
+    value_checks.check_slot_values(slot_mapping, N * S)
+    value_checks.check_scale_values(key_scale, value_scale)
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens]
     # index_put on [N, S, K, D]: slot -> (block, offset). A negative slot never gets here, it would wrap around.
@@ -75,11 +75,11 @@ def gather_kv(
     N, _, S, _ = key_cache.shape
     lengths, starts = seq_lens.tolist(), seq_start_loc.tolist()
     longest = block_tables.shape[1] * S
-    checks.check_sequence_values(
+    value_checks.check_sequence_values(
         block_tables, lengths, lengths, num_blocks=N, block_size=S, max_seq_len=longest, window=0
     )
-    checks.check_start_values(starts, lengths, len(key))
-    checks.check_scale_values(key_scale, value_scale)
+    value_checks.check_start_values(starts, lengths, len(key))
+    value_checks.check_scale_values(key_scale, value_scale)
     for row, length in enumerate(lengths):
         rows = slice(starts[row], starts[row] + length)
         key[rows] = gather(key_cache, block_tables[row], 0, length, key_scale)
@@ -158,7 +158,7 @@ def paged_prefill(
     Returns (out [T, H, D], lse [T, H]) in the accumulation dtype. O(T · length · H · D).
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    checks.check_query_values(starts, lengths, len(query), max_query_len)
+    value_checks.check_query_values(starts, lengths, len(query), max_query_len)
     return _attend_all(
         query, key_cache, value_cache, block_tables, starts, lengths, max_seq_len, scale, window, softcap, sinks,
         (key_scale, value_scale),
@@ -207,10 +207,10 @@ def _attend_all(
 ) -> tuple[Tensor, Tensor]:
     N, _, S, _ = key_cache.shape
     query_lens = [stop - start for start, stop in pairwise(starts)]
-    checks.check_sequence_values(
+    value_checks.check_sequence_values(
         block_tables, lengths, query_lens, num_blocks=N, block_size=S, max_seq_len=max_seq_len, window=window
     )
-    checks.check_scale_values(*scales)
+    value_checks.check_scale_values(*scales)
     out, lse = _empty_result(query)
     for row, (length, query_len) in enumerate(zip(lengths, query_lens, strict=True)):
         if length == 0 or query_len == 0:
@@ -346,7 +346,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 def copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
     """Copy whole blocks within each cache; see `kvpager.ops.copy_blocks`."""
-    checks.check_pair_values(pairs.tolist(), caches[0].shape[0])
+    value_checks.check_pair_values(pairs.tolist(), caches[0].shape[0])
     sources, destinations = pairs.unbind(1)
     for cache in caches:
         cache[destinations] = cache[sources]
@@ -354,7 +354,7 @@ def copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
 
 def swap_blocks(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     """Copy whole blocks from some caches to others; see `kvpager.ops.swap_blocks`."""
-    checks.check_swap_values(pairs.tolist(), src[0].shape[0], dst[0].shape[0])
+    value_checks.check_swap_values(pairs.tolist(), src[0].shape[0], dst[0].shape[0])
     sources, targets = pairs.unbind(1)
     for source, target in zip(src, dst, strict=True):
         moved = source[sources.to(source.device)].to(target.device)

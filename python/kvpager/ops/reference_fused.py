@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvpager.ops import checks
+from kvpager.ops import checks, value_checks
 from kvpager.ops.reference import write_kv
 
 
@@ -26,9 +26,9 @@ def qk_norm_rope_write(
     T, H = slot_mapping.shape[0], query_out.shape[1]
     N, K, S, D = key_cache.shape
     positions = positions[:T]
-    checks.check_position_values(positions, cos_sin.shape[0])
-    checks.check_slot_values(slot_mapping, N * S)
-    checks.check_scale_values(key_scale, value_scale)
+    value_checks.check_position_values(positions, cos_sin.shape[0])
+    value_checks.check_slot_values(slot_mapping, N * S)
+    value_checks.check_scale_values(key_scale, value_scale)
     query, key, value = torch.split(qkv[:T].view(T, H + 2 * K, D), [H, K, K], dim=1)
     angles = cos_sin[positions].unsqueeze(1)  # [T, 1, D]
     query_out[:T] = rotate(rms_norm(query, q_weight, eps), angles).to(query_out.dtype)

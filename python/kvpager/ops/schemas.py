@@ -38,6 +38,9 @@ SCHEMAS = {
         "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, *, float eps, "
         "Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None) -> ()"
     ),
+    "linear": "(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias=None) -> ()",
+    "rms_norm": "(Tensor(a!) out, Tensor x, Tensor weight, Tensor(b!)? residual=None, *, float eps) -> ()",
+    "silu_mul": "(Tensor(a!) out, Tensor gate, Tensor up) -> ()",
     "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
     "swap_blocks": "(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()",
     "gather_kv": (
