@@ -6,8 +6,9 @@ Throughput: the same random Qwen3 (float32), the same prompts as token ids, gree
 output tokens per second of wall clock, prefill included. The two run alternately, and the best round of each counts,
 for on a shared machine the others measure the neighbours. `generate` pads prompts to the longest and attends with sdpa.
 
-What the machine allows (`ceiling`) is the time of transformers divided by that of the linear layers alone at our
-shapes, measured in the same run: no engine that uses torch's matrix products can be faster. `linear`, `attention` and
+What torch allows (`ceiling`) is the time of transformers divided by that of torch's linear layers alone at our shapes,
+measured in the same run: no engine that uses torch's matrix products can be faster. Ours are `kvpager.ops.linear`, so
+on a CPU more than all of it can be reached. `linear` (torch's, where ours are faster a share above 1), `attention` and
 `host` are shares of our time: products alone; `PagedKVCache.attend`; everything but the model's forward pass.
 
 Prefix cache: 64 prompts of 1,024 shared and 32 own tokens, all there at once; mean time to the first token.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpager import native, ops
-from kvpager.ops import attention, device_errors, dispatch, fused, moves
+from kvpager.ops import attention, device_errors, dispatch, fused, layers, moves
 from kvpager.ops.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,7 @@ WRAPPED = {
     attention: ("paged_attention", "paged_prefill", "merge_attention"),
     moves: ("write_kv", "copy_blocks", "swap_blocks", "gather_kv"),
     fused: ("qk_norm_rope_write",),
+    layers: ("linear", "rms_norm", "silu_mul"),
 }
 
 

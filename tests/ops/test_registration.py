@@ -38,6 +38,9 @@ def arguments_of(name):
             ),
             {"eps": 1e-6},
         ),
+        "linear": ((torch.empty(4, 5), torch.randn(4, 8), torch.randn(5, 8), torch.randn(5)), {}),
+        "rms_norm": ((torch.empty(4, 8), torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)), {"eps": 1e-6}),
+        "silu_mul": ((torch.empty(4, 8), torch.randn(4, 8), torch.randn(4, 8)), {}),
         "copy_blocks": ((caches, torch.tensor([[0, 1]])), {}),
         "swap_blocks": ((caches, [torch.zeros(3, 2, 4, 8) for _ in caches], torch.tensor([[3, 1], [0, 2]])), {}),
         "gather_kv": (

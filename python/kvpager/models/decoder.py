@@ -39,6 +39,14 @@ class Step:
     positions: Tensor
 
 
+class Linear(nn.Linear):
+    """A linear layer on `kvpager.ops.linear`, which may write its result into a given place."""
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """X [T, in] → [T, out], in `out` if there is one."""
+        return ops.linear(x, self.weight, self.bias, out=out)
+
+
 class RMSNorm(nn.Module):
     """``x / √(mean(x²) + eps) · weight`` over the last dimension, computed in float32 at least."""
 
@@ -62,10 +70,10 @@ class Attention(nn.Module):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
         self.layer = layer
-        self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, C, bias=False)
+        self.q_proj = Linear(C, config.num_attention_heads * D, bias=config.qkv_bias)
+        self.k_proj = Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
+        self.v_proj = Linear(C, config.num_key_value_heads * D, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_attention_heads * D, C, bias=False)
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.eps = config.rms_norm_eps
@@ -76,14 +84,15 @@ class Attention(nn.Module):
         widths = [projection.out_features for projection in projections]
         qkv = x.new_empty((x.shape[0], sum(widths)))  # [T, (H + 2 K) · D]
         for projection, part in zip(projections, torch.split(qkv, widths, dim=1), strict=True):
-            ops.linear(x, projection.weight, projection.bias, out=part)
+            projection(x, out=part)
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
         q = step.cache.norm_turn_write(
             self.layer, qkv, q_weight, k_weight, step.cos_sin, step.positions, step.metadata.slot_mapping, eps=self.eps
         )  # [T, H, D]
         attended = step.cache.attend(self.layer, q, step.metadata)  # [T, H, D]
-        return ops.linear(attended.flatten(1), self.o_proj.weight)
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
 
 
 class MLP(nn.Module):
@@ -92,15 +101,15 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         C, I = config.hidden_size, config.intermediate_size  # noqa: E741
-        self.gate_proj = nn.Linear(C, I, bias=False)
-        self.up_proj = nn.Linear(C, I, bias=False)
-        self.down_proj = nn.Linear(I, C, bias=False)
+        self.gate_proj = Linear(C, I, bias=False)
+        self.up_proj = Linear(C, I, bias=False)
+        self.down_proj = Linear(I, C, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """X [T, C] → [T, C]."""
-        gate = ops.linear(x, self.gate_proj.weight)
-        up = ops.linear(x, self.up_proj.weight)
-        return ops.linear(ops.silu_mul(gate, up, out=gate), self.down_proj.weight)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        out: Tensor = self.down_proj(ops.silu_mul(gate, up, out=gate))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -157,7 +166,7 @@ class DecoderForCausalLM(nn.Module):
         self.config = config
         self.model = DecoderModel(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """Runs one step and writes its keys and values into the cache.
