@@ -145,6 +145,8 @@ impl BlockManager {
         let sequence = &mut rows[row];
         sequence.table.extend_from_slice(&matching.blocks);
         sequence.length = num_computed_tokens;
+        sequence.computed = num_computed_tokens;
+        sequence.close_run();
         pool.look_at_victims(config.blocks_for(num_slots));
         append_run(config, pool, copies, sequence, num_slots, slots);
         if config.prefix_caching() {

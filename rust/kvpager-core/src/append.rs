@@ -11,9 +11,12 @@ use rustc_hash::FxHashMap;
 use crate::admission::check_token_ids;
 use crate::copies::CopyLedger;
 use crate::demand::{check_num_ids, count_tokens, demand, too_long};
+use crate::direct::close_direct;
+use crate::hash::Hash;
+use crate::index::Parent;
 use crate::manager::BlockManager;
 use crate::pool::{INDEXED, Pool};
-use crate::sequence::{Sequence, SequenceTable};
+use crate::sequence::{LONGEST_RUN, Sequence, SequenceTable};
 use crate::{BlockId, Config, Error, Result, SequenceId, Slot, TokenId};
 
 /// Memory of the batched calls, kept so that a step allocates nothing. Between calls `planned` is all zero and
@@ -30,6 +33,8 @@ pub(crate) struct Scratch {
     pub(crate) planned: Vec<u64>,
     /// Rows that filled a block in a commit, and the number of tokens they were committed to then.
     pub(crate) filled: Vec<(u32, u64)>,
+    /// Of some of these: the hash of the block and its parent, if its tokens lie with the index.
+    pub(crate) hashes: Vec<Option<(Hash, Parent)>>,
     /// Of a shared tail: holders that have left it for a copy earlier in the batch.
     pub(crate) leaving: FxHashMap<BlockId, u32>,
 }
@@ -79,17 +84,19 @@ impl BlockManager {
         let position = self.sequences.rows[row as usize].length;
         self.check_kept_ids(row, position, &[token_id], "token_id")?;
         let slot = self.append_one(row)?;
+        self.close_direct(row);
         self.sequences.chains[row as usize].append_one(position, token_id);
         Ok(slot)
     }
 
     #[inline]
     fn append_one(&mut self, row: u32) -> Result<Slot> {
+        self.sequences.num_appends += 1;
         let sequence = &mut self.sequences.rows[row as usize];
         if sequence.length >= self.config.max_sequence_length() {
             return Err(too_long(&self.config, sequence, sequence.length + 1));
         }
-        if sequence.open == 0 {
+        if sequence.open() == 0 {
             let needed = demand(&self.config, &self.pool, sequence, 1);
             if needed > u64::from(self.pool.num_available()) {
                 return Err(self.pool.out_of_blocks(needed, None));
@@ -151,12 +158,14 @@ impl BlockManager {
         self.check_kept_ids(row, position, token_ids, "token_ids")?;
         self.append_many(row, token_ids.len() as u64, slots, "token_ids")?;
         if !token_ids.is_empty() {
+            self.close_direct(row);
             self.sequences.chains[row as usize].append(position, token_ids);
         }
         Ok(())
     }
 
     fn append_many(&mut self, row: u32, n: u64, slots: &mut Vec<Slot>, argument: &'static str) -> Result<()> {
+        self.sequences.num_appends += 1;
         let sequence = &mut self.sequences.rows[row as usize];
         let length = sequence.length.saturating_add(n);
         if n > 0 && length > self.config.max_sequence_length() {
@@ -246,6 +255,7 @@ impl BlockManager {
         let num_tokens = self.settle_found(counts, token_ids)?;
         reserve_slots(slots, num_tokens, "counts")?;
         self.note_parents(counts);
+        self.sequences.num_appends += 1;
 
         let Self { config, pool, copies, sequences, scratch, .. } = self;
         let SequenceTable { rows, chains, .. } = sequences;
@@ -253,10 +263,12 @@ impl BlockManager {
         if let (Some(token_ids), None) = (token_ids, counts) {
             slots.extend(scratch.rows.iter().zip(token_ids).map(|(&row, &token_id)| {
                 let sequence = &mut rows[row as usize];
-                if sequence.open == 0 {
+                if sequence.open() == 0 {
                     open_tail(config, pool, copies, sequence);
                 }
-                chains[row as usize].append_one(sequence.length, token_id);
+                let chain = &mut chains[row as usize];
+                close_direct(sequence, chain, &pool.index);
+                chain.append_one(sequence.length, token_id);
                 sequence.advance(1)
             }));
         } else if let (Some(mut token_ids), Some(counts)) = (token_ids, counts) {
@@ -265,7 +277,9 @@ impl BlockManager {
                 token_ids = rest;
                 let sequence = &mut rows[row as usize];
                 if count > 0 {
-                    chains[row as usize].append(sequence.length, of_row);
+                    let chain = &mut chains[row as usize];
+                    close_direct(sequence, chain, &pool.index);
+                    chain.append(sequence.length, of_row);
                 }
                 append_run(config, pool, copies, sequence, count, slots);
             }
@@ -276,7 +290,7 @@ impl BlockManager {
         } else {
             slots.extend(scratch.rows.iter().map(|&row| {
                 let sequence = &mut rows[row as usize];
-                if sequence.open == 0 {
+                if sequence.open() == 0 {
                     open_tail(config, pool, copies, sequence);
                 }
                 sequence.advance(1)
@@ -348,28 +362,25 @@ impl BlockManager {
 /// shared tail, or one with children in the index, for a copy, or finds that the tail is its own, which then leaves the
 /// index. The demand has been settled.
 #[inline]
-fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence: &mut Sequence) {
-    let offset = sequence.length % config.block_size();
-    let block = match sequence.table.last() {
-        Some(&tail) if offset != 0 => {
-            if pool.must_copy(tail) {
-                let copy = pool.take();
-                // The old entry is replaced: the copy is not a further block of the sequence.
-                sequence.table.replace(sequence.table.len() - 1, copy);
-                copies.owe(pool, tail, copy);
-                pool.drop_ref(tail);
-                copy
-            } else {
-                if pool.has(tail, INDEXED) {
-                    pool.unindex(tail);
-                }
-                tail
-            }
-        }
-        _ => return open_block(config, pool, sequence),
-    };
-    sequence.open = config.block_size() - offset;
-    sequence.next_slot = config.slot(block, offset);
+pub(crate) fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence: &mut Sequence) {
+    let block_size = config.block_size();
+    // Mostly the tail is full: no division.
+    if sequence.table.len() as u64 * block_size == sequence.length {
+        return open_block(config, pool, sequence);
+    }
+    let (last, offset) = (sequence.table.len() - 1, sequence.length % block_size);
+    let mut block = sequence.table[last];
+    if pool.must_copy(block) {
+        let copy = pool.take();
+        // The old entry is replaced: the copy is not a further block of the sequence.
+        sequence.table.replace(last, copy);
+        copies.owe(pool, block, copy);
+        pool.drop_ref(block);
+        block = copy;
+    } else if pool.has(block, INDEXED) {
+        pool.unindex(block);
+    }
+    sequence.open_run(block_size - offset, config.slot(block, offset));
 }
 
 /// Opens the next block of a sequence whose blocks are full.
@@ -377,8 +388,7 @@ fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence
 fn open_block(config: &Config, pool: &mut Pool, sequence: &mut Sequence) {
     let block = pool.take();
     sequence.table.push(block);
-    sequence.open = config.block_size();
-    sequence.next_slot = config.slot(block, 0);
+    sequence.open_run(config.block_size(), config.slot(block, 0));
 }
 
 /// Appends a settled run.
@@ -392,14 +402,18 @@ pub(crate) fn append_run(
     slots: &mut Vec<Slot>,
 ) {
     let mut remaining = num_tokens;
-    if remaining > 0 && sequence.open == 0 {
+    if remaining > 0 && sequence.open() == 0 {
         open_tail(config, pool, copies, sequence);
     }
     while remaining > 0 {
-        if sequence.open == 0 {
-            open_block(config, pool, sequence);
+        if sequence.open() == 0 {
+            if config.block_size() <= LONGEST_RUN {
+                open_block(config, pool, sequence);
+            } else {
+                open_tail(config, pool, copies, sequence);
+            }
         }
-        let taken = remaining.min(sequence.open);
+        let taken = remaining.min(sequence.open());
         let first = sequence.advance(taken);
         slots.extend(first..first + taken as Slot);
         remaining -= taken;

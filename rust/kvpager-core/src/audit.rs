@@ -6,7 +6,7 @@
 
 use crate::manager::BlockManager;
 use crate::pool::{FENCED, HELD, INDEXED, TAKEN};
-use crate::sequence::{Sequence, UNCHANGED, VACANT};
+use crate::sequence::{LONGEST_RUN, Sequence, UNCHANGED, VACANT};
 use crate::{BlockId, SequenceId};
 
 /// Who holds each block, recounted; indexed by block, up to the watermark.
@@ -105,7 +105,8 @@ impl BlockManager {
     }
 
     fn audit_sequence(&self, sequence: &Sequence, recount: &mut Recount, faults: &mut Vec<String>) {
-        let Sequence { id, length, open, next_slot, ref table, .. } = *sequence;
+        let Sequence { id, length, slot_base, ref table, .. } = *sequence;
+        let (open, next_slot) = (sequence.open(), slot_base + length as crate::Slot);
         let wanted = self.config.blocks_for(length);
         if table.len() as u64 != wanted {
             faults.push(format!(
@@ -131,11 +132,12 @@ impl BlockManager {
             return;
         }
         let offset = length % self.config.block_size();
+        let unwritten = self.config.block_size() - offset;
         let tail = table.last().copied().filter(|&tail| tail < self.pool.watermark);
         let sound = tail.is_some_and(|tail| {
             offset != 0
                 && !self.pool.has(tail, INDEXED)
-                && open == self.config.block_size() - offset
+                && (open == unwritten || (open < unwritten && self.config.block_size() > LONGEST_RUN))
                 && next_slot == self.config.slot(tail, offset)
                 && self.pool.ref_count(tail) == 1
         });
@@ -424,7 +426,7 @@ mod tests {
         let mut manager = sound();
         manager.fork_sequence(1, 3, None).unwrap();
         let sequence = row(&mut manager, 1);
-        (sequence.open, sequence.next_slot) = (2, 6);
+        sequence.open_run(2, 6);
         assert_named(&manager, "sequence 1: 2 positions open at slot 6, which its tail does not allow");
     }
 

@@ -99,16 +99,19 @@ impl BlockManager {
         if !self.config.prefix_caching() {
             return; // what is computed is not kept
         }
-        if let Some(fault) = chain.fault(block_size) {
+        let (computed, length) = (sequence.computed, sequence.length);
+        if let Some(fault) = chain.fault(computed, block_size) {
             faults.push(format!("sequence {id}: {fault}"));
         }
-        let (computed, length) = (chain.computed, sequence.length);
         if computed > length {
             faults.push(format!("sequence {id}: {computed} computed of {length} tokens"));
         }
         if chain.num_indexed as u64 * block_size > computed || (chain.is_stale && chain.num_indexed > 0) {
             faults.push(format!("sequence {id}: {} blocks indexed of {computed} tokens", chain.num_indexed));
             return;
+        }
+        if let Some(fault) = self.direct_fault(sequence, chain) {
+            faults.push(format!("sequence {id}: {fault}"));
         }
         let index = &self.pool.index;
         let mut parent = index.root(chain.namespace);
@@ -118,7 +121,7 @@ impl BlockManager {
             }
             let is_indexed = self.pool.has(block, INDEXED);
             if logical >= chain.num_indexed {
-                let is_cut = logical as u64 == length / block_size && sequence.open == 0;
+                let is_cut = logical as u64 == length / block_size && sequence.open() == 0;
                 if is_indexed && !is_cut {
                     faults.push(format!("sequence {id}: entry {logical} is indexed, but its chain is not"));
                 }
@@ -326,7 +329,7 @@ mod tests {
         manager.sequences.chains[0].num_indexed = 3;
         assert_named(&manager, "sequence 1: 3 blocks indexed of 5 tokens");
         let mut manager = lru();
-        manager.sequences.chains[0].computed = 6;
+        manager.sequences.rows[0].computed = 6;
         assert_named(&manager, "sequence 1: 6 computed of 5 tokens");
         let mut manager = lru();
         manager.sequences.chains[0].num_indexed = 1;

@@ -81,6 +81,8 @@ struct Batch {
     missed_next: Vec<(u32, u32)>,
     /// Nothing is known about what the device shows.
     is_invalid: bool,
+    /// Steps of one token each that every row has room for, and [`SequenceTable::num_appends`] while that is known.
+    room: (u64, u64),
     /// Memory for the slots of a step.
     slots: Vec<Slot>,
     /// Memory for the lengths of a commit.
@@ -145,6 +147,7 @@ impl Batch {
             missed: Vec::with_capacity(shape.max_rows),
             missed_next: Vec::with_capacity(shape.max_rows),
             is_invalid: false,
+            room: (0, 0),
             slots: Vec::with_capacity(shape.max_tokens),
             lengths: Vec::with_capacity(shape.max_rows),
         }
@@ -273,6 +276,7 @@ impl BlockManager {
                 batch.check_fits(self.config.block_size(), sequence_id, length)?;
                 *place = Some(Place { batch: batch.id, row: row as u32 });
                 batch.rows.push(sequence_row);
+                batch.room = (0, 0);
                 batch.is_new.push(true);
                 batch.renew(row, &mut self.sequences);
                 return Ok(row);

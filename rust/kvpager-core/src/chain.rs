@@ -37,8 +37,6 @@ pub(crate) struct Chain {
     base: u64,
     /// Leading blocks that are nodes of the index, each the child of the one before.
     pub(crate) num_indexed: usize,
-    /// Tokens whose keys and values are known to be written. Kept with the index only; without it, all are.
-    pub(crate) computed: u64,
     /// Slot of the namespace.
     pub(crate) namespace: u32,
     /// Whether there may be gaps.
@@ -90,22 +88,49 @@ impl Chain {
         self.ids.extend_from_slice(&token_ids[num_kept..]);
     }
 
-    /// Takes the id of the one token between the computed ones and `n`, if that is all that is missing.
+    /// Takes the id of the first token behind the computed ones, if exactly theirs are known.
     #[inline]
-    pub(crate) fn commit_next(&mut self, n: u64, token_id: TokenId) -> bool {
-        let num_kept = self.base + self.ids.len() as u64;
-        if self.computed + 1 != n || num_kept != self.computed || self.has_gaps {
-            return false;
+    pub(crate) fn commit_next(&mut self, computed: u64, token_id: TokenId) -> bool {
+        let is_next = self.knows_exactly(computed);
+        if is_next {
+            self.ids.push(token_id);
         }
-        self.ids.push(token_id);
-        self.computed = n;
-        true
+        is_next
     }
 
     /// Takes back the last [`commit_next`](Self::commit_next).
     pub(crate) fn uncommit_last(&mut self) {
         self.ids.pop();
-        self.computed -= 1;
+    }
+
+    /// Whether the ids of the first `n` tokens are known, and no others.
+    #[inline]
+    pub(crate) fn knows_exactly(&self, n: u64) -> bool {
+        self.base + self.ids.len() as u64 == n && !self.has_gaps
+    }
+
+    /// Where the ids begin that are not with the index.
+    pub(crate) fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Hands over all ids from `start`, a block boundary, on: they are with the index from now on.
+    pub(crate) fn hand_over(&mut self, start: u64, to: &mut [TokenId], spare: &mut SpareIds) {
+        to.copy_from_slice(&self.ids[(start - self.base) as usize..]);
+        self.ids.clear();
+        spare.give_back(&mut self.ids);
+        self.base = start;
+    }
+
+    /// Takes ids back that were handed over.
+    pub(crate) fn take_back(&mut self, token_ids: &[TokenId]) {
+        self.ids.extend_from_slice(token_ids);
+    }
+
+    /// The next block entered the index, which had been handed all ids of it.
+    pub(crate) fn pass_on(&mut self, block_size: u64) {
+        self.base += block_size;
+        self.num_indexed += 1;
     }
 
     /// Whether a block that could enter the index became full when `n` tokens were computed.
@@ -179,7 +204,6 @@ impl Chain {
         spare: &mut SpareIds,
     ) {
         self.base = num_indexed as u64 * block_size;
-        self.computed = self.base;
         self.num_indexed = num_indexed;
         let kept = &token_ids[self.base as usize..];
         spare.take_for(&mut self.ids, kept.len());
@@ -213,7 +237,6 @@ impl Chain {
             self.has_gaps = parent.has_gaps;
         }
         self.num_indexed = parent.num_indexed.min((n / block_size) as usize);
-        self.computed = n;
         self.namespace = parent.namespace;
         self.is_stale = parent.is_stale && n > 0;
         self.items.clone_from(&parent.items);
@@ -229,7 +252,6 @@ impl Chain {
             self.ids.truncate((n - self.base) as usize);
         }
         self.num_indexed = self.num_indexed.min((n / block_size) as usize);
-        self.computed = self.computed.min(n);
         self.is_stale &= n > 0;
         self.cut_items(n);
     }
@@ -265,12 +287,12 @@ impl Chain {
     }
 
     /// What is wrong with the marks, for the audit.
-    pub(crate) fn fault(&self, block_size: u64) -> Option<String> {
+    pub(crate) fn fault(&self, computed: u64, block_size: u64) -> Option<String> {
         if !self.has_gaps && self.ids.contains(&UNKNOWN) {
             return Some("a token id is not known, but no gap is marked".to_owned());
         }
-        if self.base > self.computed || !self.base.is_multiple_of(block_size) {
-            return Some(format!("token ids kept from {} on, of {} computed", self.base, self.computed));
+        if self.base > computed || !self.base.is_multiple_of(block_size) {
+            return Some(format!("token ids kept from {} on, of {computed} computed", self.base));
         }
         None
     }
@@ -323,9 +345,9 @@ mod tests {
         assert_eq!((chain.known(1, 2), chain.known(2, 3)), (Some(&[11][..]), None));
         assert_eq!(chain.fill(7, &[12, 15, 16]), [0_u32; 0]);
         assert_eq!(chain.known(0, 7), Some(&[10, 11, 12, 13, 14, 15, 16][..]));
-        assert_eq!(chain.fault(2), None);
+        assert_eq!(chain.fault(7, 2), None);
         chain.ids[2] = UNKNOWN;
-        assert!(chain.fault(2).is_some());
+        assert!(chain.fault(7, 2).is_some());
     }
 
     fn prompt(chain: &mut Chain, items: &[Item<'_>], spare: &mut SpareIds) {
@@ -349,7 +371,7 @@ mod tests {
     fn what_the_index_has_is_dropped_and_restored() {
         let (mut chain, mut spare) = (Chain::default(), SpareIds::default());
         prompt(&mut chain, &[], &mut spare);
-        (chain.computed, chain.num_indexed) = (4, 1);
+        chain.num_indexed = 1;
         chain.drop_indexed(2, &mut spare); // would move more than it drops
         assert_eq!(chain.known(0, 2), Some(&[1, 2][..]));
         chain.num_indexed = 2;
@@ -358,7 +380,7 @@ mod tests {
         assert!(chain.has_dropped(2) && !chain.has_dropped(4));
         let mut fork = Chain::default();
         fork.fork_from(&chain, 3, 2, || &[3, 4]);
-        assert_eq!((fork.known(2, 3), fork.num_unknown(3), fork.fault(2)), (Some(&[3][..]), 0, None));
+        assert_eq!((fork.known(2, 3), fork.num_unknown(3), fork.fault(3, 2)), (Some(&[3][..]), 0, None));
         chain.truncate(1, 2, || &[1, 2]);
         assert_eq!((chain.known(0, 1), chain.num_unknown(2)), (Some(&[1][..]), 1));
     }

@@ -7,11 +7,10 @@
 //! Costs: O(1 + ids + blocks that became full), nothing allocated once warm.
 
 use crate::admission::{check_token_ids, encode_kept_items};
-use crate::append::Scratch;
 use crate::index::AHEAD;
 use crate::manager::BlockManager;
-use crate::pool::INDEXED;
-use crate::sequence::{Sequence, SequenceTable};
+use crate::pool::{INDEXED, Pool};
+use crate::sequence::{BlockTable, Sequence, SequenceTable};
 use crate::{BlockId, Error, Result, SequenceId, TokenId};
 
 impl BlockManager {
@@ -37,6 +36,7 @@ impl BlockManager {
         let row = self.sequences.find(sequence_id)?;
         self.check_commit_range(row, n)?;
         self.check_no_untaken_copy(row, n)?;
+        self.close_direct(row);
         self.commit_row(row, n);
         Ok(())
     }
@@ -61,6 +61,7 @@ impl BlockManager {
         check_token_ids(token_ids, "token_ids")?;
         let row = self.sequences.find(sequence_id)?;
         self.check_commit_range(row, n)?;
+        self.close_direct(row);
         let wanted = self.sequences.chains[row as usize].num_unknown(n);
         check_num_ids(wanted, token_ids)?;
         self.check_no_untaken_copy(row, n)?;
@@ -101,52 +102,15 @@ impl BlockManager {
         self.commit_found(ns, token_ids)
     }
 
-    /// The commit of a decode step, in one pass: each row in `scratch.rows` has computed one token more, whose id comes
-    /// with it. Anything else takes back what the pass did and leaves the rest to the general way.
-    fn commit_step(&mut self, ns: &[u64], token_ids: &[TokenId]) -> bool {
-        let Self { config, sequences, scratch, copies, .. } = self;
-        let Scratch { rows, filled, .. } = scratch;
-        let num_rows = rows.len();
-        if copies.len() > 0 || !config.prefix_caching() || token_ids.len() != num_rows || ns.len() != num_rows
-        {
-            return false;
-        }
-        filled.clear();
-        // Slices of one length each, so that their bounds are checked once.
-        let (sequences, chains) = (&sequences.rows[..], &mut sequences.chains[..sequences.rows.len()]);
-        let (ns, token_ids, block_size) = (&ns[..num_rows], &token_ids[..num_rows], config.block_size());
-        let mut num_done = 0;
-        while num_done < num_rows {
-            let (row, n) = (rows[num_done] as usize, ns[num_done]);
-            let chain = &mut chains[row];
-            if n > sequences[row].length || !chain.commit_next(n, token_ids[num_done]) {
-                break;
-            }
-            if chain.has_filled(n, block_size) {
-                filled.push((rows[num_done], n));
-            }
-            num_done += 1;
-        }
-        if num_done < num_rows {
-            for &row in &rows[..num_done] {
-                chains[row as usize].uncommit_last();
-            }
-            return false;
-        }
-        for at in 0..self.scratch.filled.len() {
-            // A sequence named again may have gone on since: index up to what this mention reached.
-            let (row, n) = self.scratch.filled[at];
-            self.index_full_blocks(row as usize, n - 1, n);
-        }
-        true
-    }
-
     /// [`commit_batch`](Self::commit_batch) for the sequences whose rows stand in `scratch.rows`, with sound ids.
     pub(crate) fn commit_found(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> Result<()> {
         if token_ids.is_some_and(|token_ids| self.commit_step(ns, token_ids)) {
             return Ok(());
         }
         let rows = std::mem::take(&mut self.scratch.rows);
+        for &row in &rows {
+            self.close_direct(row);
+        }
         let checked = self.check_commit_rows(&rows, ns, token_ids);
         if checked.is_ok() {
             let mut token_ids = token_ids;
@@ -181,7 +145,7 @@ impl BlockManager {
     #[inline]
     pub(crate) fn computed(&self, row: u32) -> u64 {
         if self.config.prefix_caching() {
-            self.sequences.chains[row as usize].computed
+            self.sequences.rows[row as usize].computed
         } else {
             self.sequences.rows[row as usize].length
         }
@@ -193,8 +157,8 @@ impl BlockManager {
         if !self.config.prefix_caching() {
             return;
         }
-        let chain = &mut self.sequences.chains[row as usize];
-        let before = std::mem::replace(&mut chain.computed, n);
+        let (sequence, chain) = self.sequences.row_mut(row);
+        let before = std::mem::replace(&mut sequence.computed, n);
         // Mostly no block that could enter became full: no division.
         if chain.has_filled(n, self.config.block_size()) {
             self.index_full_blocks(row as usize, before, n);
@@ -202,7 +166,7 @@ impl BlockManager {
     }
 
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
-    fn index_full_blocks(&mut self, row: usize, before: u64, n: u64) {
+    pub(crate) fn index_full_blocks(&mut self, row: usize, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
         let SequenceTable { rows, chains, spare, .. } = sequences;
         let (chain, table) = (&mut chains[row], &mut rows[row].table);
@@ -255,9 +219,7 @@ impl BlockManager {
                 Err(gap) => parent = pool.insert(gap, block, &parent, hash, token_ids, key),
                 Ok(same) => {
                     pool.index.item_keys.release(key);
-                    pool.attach(same);
-                    table.replace(logical, same);
-                    pool.drop_ref(block);
+                    collapse(pool, table, logical, same);
                     parent = pool.index.parent(same);
                 }
             }
@@ -343,6 +305,14 @@ impl BlockManager {
         }
         Ok(())
     }
+}
+
+/// The table is pointed at the block that holds the same already, and its own goes back.
+pub(crate) fn collapse(pool: &mut Pool, table: &mut BlockTable, logical: usize, same: BlockId) {
+    let block = table[logical];
+    pool.attach(same);
+    table.replace(logical, same);
+    pool.drop_ref(block);
 }
 
 fn check_num_ids(wanted: u64, token_ids: &[TokenId]) -> Result<()> {

@@ -45,7 +45,7 @@ impl BlockManager {
         for (at, &row) in scratch.rows.iter().enumerate() {
             let sequence = &sequences.rows[row as usize];
             let appends = counts.is_none_or(|counts| counts[at] > 0);
-            if sequence.open == 0 && appends && !sequence.length.is_multiple_of(config.block_size()) {
+            if sequence.open() == 0 && appends && !sequence.length.is_multiple_of(config.block_size()) {
                 let tail = sequence.table[sequence.table.len() - 1];
                 if pool.has_children(tail) {
                     pool.copy_first.push(tail);
@@ -141,7 +141,7 @@ impl BlockManager {
             let sequence = &sequences.rows[row as usize];
             let already = &mut planned[row as usize];
             let written = already.saturating_add(count);
-            if written > sequence.open {
+            if written > sequence.open() {
                 let length = sequence.length.saturating_add(*already);
                 if *already == 0 && !length.is_multiple_of(config.block_size()) {
                     // The first write into a tail that may be shared; later ones find it our own.
@@ -209,7 +209,7 @@ pub(crate) fn too_long(config: &Config, sequence: &Sequence, num_tokens: u64) ->
 
 /// Blocks that appending `num_tokens` to one sequence takes, exactly.
 pub(crate) fn demand(config: &Config, pool: &Pool, sequence: &Sequence, num_tokens: u64) -> u64 {
-    let (length, open) = (sequence.length, sequence.open);
+    let (length, open) = (sequence.length, sequence.open());
     if num_tokens <= open {
         return 0;
     }

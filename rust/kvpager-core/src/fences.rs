@@ -10,8 +10,10 @@
 //! Costs: fencing is O(1), retiring O(blocks freed in the epoch + copy sources that wait). Epochs are kept as 32 bits,
 //! compared by distance: 4 bytes a block, and only with fences.
 
+use crate::direct::close_direct;
 use crate::links::List;
 use crate::pool::{FENCED, Pool, TAKEN};
+use crate::sequence::SequenceTable;
 use crate::{BlockId, BlockManager, Config, Error, Result};
 
 /// See the module header.
@@ -194,7 +196,9 @@ impl BlockManager {
             return;
         }
         self.pool.unindex_all();
-        for (sequence, chain) in self.sequences.rows.iter().zip(&mut self.sequences.chains) {
+        let SequenceTable { rows, chains, .. } = &mut self.sequences;
+        for (sequence, chain) in rows.iter_mut().zip(chains) {
+            close_direct(sequence, chain, &self.pool.index);
             chain.num_indexed = 0;
             chain.is_stale |= sequence.length > 0;
         }

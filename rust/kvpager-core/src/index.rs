@@ -10,7 +10,8 @@
 //! * a node's parent is in the index as long as it is: only nodes without children are dropped (a whole reset aside);
 //! * `num_children` of a node counts the nodes that name it as their parent, `num_users` of a namespace the first blocks
 //!   and the sequences in it;
-//! * the tokens of block b are `tokens[b·S..][..S]`, written once when it enters.
+//! * the tokens of block b are `tokens[b·S..][..S]`, there before it enters; of a block that is not in the index yet,
+//!   they are its holder's (see `direct`).
 //!
 //! Costs: find and insert O(S) and one or two cache misses, remove O(1); nothing is allocated after creation but for
 //! new keys. 59 bytes a block, and 4·S for the tokens.
@@ -158,6 +159,12 @@ impl Index {
         self.table.look_at(self.nodes[block as usize].hash)
     }
 
+    /// Reads the place that a content with this hash has or would get; it means nothing.
+    #[inline]
+    pub(crate) fn look_before_insert(&self, hash: Hash) -> u32 {
+        self.table.look_at(hash)
+    }
+
     #[inline]
     pub(crate) fn is_leaf(&self, block: BlockId) -> bool {
         self.nodes[block as usize].num_children == 0
@@ -165,6 +172,11 @@ impl Index {
 
     pub(crate) fn tokens_of(&self, block: BlockId) -> &[TokenId] {
         &self.tokens[block as usize * self.block_size..][..self.block_size]
+    }
+
+    #[inline]
+    pub(crate) fn tokens_mut(&mut self, block: BlockId) -> &mut [TokenId] {
+        &mut self.tokens[block as usize * self.block_size..][..self.block_size]
     }
 
     /// The block that holds exactly this content after exactly this parent, or where its node would go.
@@ -183,8 +195,8 @@ impl Index {
         })
     }
 
-    /// Makes `block` a node at a gap that [`find`](Self::find) has just found for the same content. A user of the key
-    /// `key` is handed over with it.
+    /// Makes `block`, whose tokens are in their place, a node at a gap that [`find`](Self::find) has just found for the
+    /// same content. A user of the key `key` is handed over with it.
     #[inline]
     pub(crate) fn insert(
         &mut self,
@@ -192,7 +204,6 @@ impl Index {
         block: BlockId,
         parent: &Parent,
         hash: Hash,
-        token_ids: &[TokenId],
         key: u32,
     ) -> Parent {
         let at = block as usize;
@@ -210,7 +221,6 @@ impl Index {
             self.nodes.resize(at, Node::VACANT);
             self.nodes.push(node);
         }
-        self.tokens[at * self.block_size..][..self.block_size].copy_from_slice(token_ids);
         self.table.insert(gap, hash, block);
         self.num_nodes += 1;
         Parent { hash, id, place: block }

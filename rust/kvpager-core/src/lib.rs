@@ -44,7 +44,7 @@
 //! The modules, lowest first: [`config`] and [`error`] are leaves; `hash` and `keys` name content, `links` are lists
 //! threaded through arrays, `eviction` orders what is cached, `index` finds it; `pool` and [its fences](BlockManager::retire)
 //! decide the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences, `chain` what
-//! one knows of its tokens; `demand` settles what `append`, [`admission`] and `commit` hand out; [`pins`] hold what is cached;
+//! one knows of its tokens; `demand` settles what `append`, [`admission`] and `commit` hand out; `direct` is the commit of a decode step; [`pins`] hold what is cached;
 //! [`manager`] is the public face, `lookup`, `figures` and [`info`] its reading half; `audit` and `audit_index` recount
 //! everything; [`stats`] are the counters; `batch` shows a persistent batch to kernels.
 //!
@@ -78,6 +78,7 @@ mod commit;
 pub mod config;
 mod copies;
 mod demand;
+mod direct;
 pub mod error;
 mod eviction;
 mod fences;

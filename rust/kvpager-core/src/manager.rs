@@ -140,10 +140,12 @@ impl BlockManager {
         if n > length {
             return Err(Error::argument("n", format!("0 to {length} tokens"), n));
         }
+        self.close_direct(row);
         self.give_back(row, self.config.blocks_for(n) as usize);
         let sequence = &mut self.sequences.rows[row as usize];
         sequence.length = n;
-        sequence.open = 0; // the new tail may be shared
+        sequence.computed = sequence.computed.min(n);
+        sequence.close_run(); // the new tail may be shared
         let (pool, block_size) = (&self.pool, self.config.block_size());
         let SequenceTable { rows, chains, .. } = &mut self.sequences;
         let table = &rows[row as usize].table;
@@ -188,10 +190,13 @@ impl BlockManager {
         self.check_no_copy_owed(parent, &self.sequences.rows[parent_row].table[..num_shared])?;
         self.check_all_computed(parent_row as u32, num_shared)?;
 
+        self.close_direct(parent_row as u32);
         let child_row = self.sequences.insert(child) as usize;
         let [source, sequence] = self.sequences.pair(parent_row, child_row);
-        source.open = 0; // its tail may be shared from now on
+        source.close_run(); // its tail may be shared from now on
         sequence.length = num_tokens;
+        sequence.computed = num_tokens;
+        sequence.close_run();
         sequence.table.extend_from_slice(&source.table[..num_shared]);
         for &block in &*sequence.table {
             self.pool.share(block);

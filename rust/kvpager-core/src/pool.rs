@@ -233,8 +233,22 @@ impl Pool {
         token_ids: &[TokenId],
         key: u32,
     ) -> Parent {
+        self.index.tokens_mut(block).copy_from_slice(token_ids);
+        self.insert_in_place(gap, block, parent, hash, key)
+    }
+
+    /// [`insert`](Self::insert) where the index has the tokens already.
+    #[inline]
+    pub(crate) fn insert_in_place(
+        &mut self,
+        gap: Gap,
+        block: BlockId,
+        parent: &Parent,
+        hash: Hash,
+        key: u32,
+    ) -> Parent {
         self.flags[block as usize] |= INDEXED;
-        self.index.insert(gap, block, parent, hash, token_ids, key)
+        self.index.insert(gap, block, parent, hash, key)
     }
 
     /// Drops the node of `block`, which has no children and is in no list of the policy.

@@ -1,8 +1,9 @@
 //! The table of sequences: ids, lengths, block tables.
 //!
 //! A sequence lives in a *row* of a slab; the id is hashed once per call to find the row, and everything after that is
-//! by row. What an append needs is one cache line, what the index and token ids need stands beside it under the same
-//! row, in a [`Chain`]. Rows of released sequences are used again, together with the memory of their tables and ids.
+//! by row. What an append and the commit of a decode step need is one cache line, what the index and token ids need
+//! else stands beside it under the same row, in a [`Chain`]. Rows of released sequences are used again, together with the
+//! memory of their tables and ids.
 //!
 //! Costs: create, look up and remove are O(1).
 
@@ -17,23 +18,29 @@ use crate::{BlockId, Error, Result, SequenceId, Slot};
 /// and releases sequences does not go back to the allocator each time.
 const KEPT_TABLE_ENTRIES: usize = 4096;
 
+/// Entries that a new row's table has room for (128 bytes), so that it does not start with a chain of reallocations.
+const FIRST_TABLE_ENTRIES: usize = 32;
+
 /// The id in a vacant row: none that a sequence can have.
 pub(crate) const VACANT: SequenceId = SequenceId::MAX;
 
-/// One sequence. One cache line, so that an append touches nothing else while its run is open.
+/// One sequence. One cache line, so that an append or a commit touches nothing else of it while its run is open.
 #[derive(Clone, Debug)]
 #[repr(align(64))]
 pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
     /// Tokens that own a slot.
     pub(crate) length: u64,
-    /// Positions at the end of the tail block that may be written without looking at the pool: the tail is ours alone.
-    /// 0 says "look": the tail is full, or it may be shared.
-    pub(crate) open: u64,
-    /// While `open` > 0: the slot of position `length`.
-    pub(crate) next_slot: Slot,
+    /// Tokens whose keys and values are known to be written. Kept with the index only; without it, all are.
+    pub(crate) computed: u64,
+    /// While the tail has open positions: what must be added to one of its positions for the slot. So an append writes
+    /// the length and nothing else of the sequence.
+    pub(crate) slot_base: Slot,
     pub(crate) table: BlockTable,
 }
+
+/// The longest run that is counted at once: of a block with more positions, the rest is looked at again.
+pub(crate) const LONGEST_RUN: u64 = u16::MAX as u64;
 
 /// Logical block → physical block. It reads as a slice and changes only through the methods below, which keep the mark
 /// that a batch goes by when it shows the table.
@@ -42,6 +49,11 @@ pub(crate) struct BlockTable {
     entries: Vec<BlockId>,
     /// Every entry below this column is what it was when the mark was last taken; [`UNCHANGED`] if all are.
     changed_from: u32,
+    /// The low bits of the position up to which the tail block may be written without looking at the pool: see
+    /// [`Sequence::open`].
+    open_until: u16,
+    /// Whether the ids of the computed tokens in the tail lie with the index: see `direct`. If not, all are in the chain.
+    pub(crate) is_direct: bool,
 }
 
 /// The mark of a table in which nothing changed.
@@ -50,7 +62,7 @@ pub(crate) const UNCHANGED: u32 = u32::MAX;
 impl BlockTable {
     /// `entries` is empty memory to be used again.
     const fn new(entries: Vec<BlockId>) -> Self {
-        Self { entries, changed_from: UNCHANGED }
+        Self { entries, changed_from: UNCHANGED, open_until: 0, is_direct: false }
     }
 
     /// One block more at the end.
@@ -112,17 +124,35 @@ impl Deref for BlockTable {
 impl Sequence {
     /// A row without a sequence.
     fn vacant(table: BlockTable) -> Self {
-        Self { id: VACANT, length: 0, open: 0, next_slot: 0, table }
+        Self { id: VACANT, length: 0, computed: 0, slot_base: 0, table }
+    }
+
+    /// Positions at the end of the tail block that may be written without looking at the pool: the tail is ours alone.
+    /// 0 says "look": the tail is full, or it may be shared.
+    #[inline]
+    pub(crate) fn open(&self) -> u64 {
+        u64::from(self.table.open_until.wrapping_sub(self.length as u16))
+    }
+
+    /// Opens what follows the length in the tail block, where `slot` is that of the next position.
+    #[inline]
+    pub(crate) fn open_run(&mut self, num_positions: u64, slot: Slot) {
+        let num_positions = num_positions.min(LONGEST_RUN);
+        self.table.open_until = (self.length as u16).wrapping_add(num_positions as u16);
+        self.slot_base = slot - self.length as Slot;
+    }
+
+    /// The next append looks at the pool. To be called after the length was changed in another way than by an append.
+    pub(crate) fn close_run(&mut self) {
+        self.table.open_until = self.length as u16;
     }
 
     /// `num_tokens` positions of the open run are taken; returns the slot of the first.
     #[inline]
     pub(crate) fn advance(&mut self, num_tokens: u64) -> Slot {
-        debug_assert!(num_tokens <= self.open);
-        let slot = self.next_slot;
-        self.open -= num_tokens;
+        debug_assert!(num_tokens <= self.open());
+        let slot = self.slot_base + self.length as Slot;
         self.length += num_tokens;
-        self.next_slot += num_tokens as Slot;
         slot
     }
 }
@@ -138,6 +168,9 @@ pub(crate) struct SequenceTable {
     pub(crate) vacant: Vec<u32>,
     /// How often a sequence came or went: as long as it stays, every id keeps its row.
     pub(crate) num_changes: u64,
+    /// How often tokens were appended other than by a batch's step of one token each: as long as it stays, a batch knows
+    /// how much its rows grew.
+    pub(crate) num_appends: u64,
 }
 
 impl SequenceTable {
@@ -178,10 +211,17 @@ impl SequenceTable {
         rows.expect("two different rows of the table")
     }
 
+    /// The sequence and the chain of a row.
+    #[inline]
+    pub(crate) fn row_mut(&mut self, row: u32) -> (&mut Sequence, &mut Chain) {
+        (&mut self.rows[row as usize], &mut self.chains[row as usize])
+    }
+
     /// Makes an empty sequence under an id that the caller has found to be new.
     pub(crate) fn insert(&mut self, sequence_id: SequenceId) -> u32 {
         let row = self.vacant.pop().unwrap_or_else(|| {
-            self.rows.push(Sequence::vacant(BlockTable::new(Vec::new())));
+            let entries = Vec::with_capacity(FIRST_TABLE_ENTRIES);
+            self.rows.push(Sequence::vacant(BlockTable::new(entries)));
             self.chains.push(Chain::default());
             self.rows.len() as u32 - 1
         });

@@ -1,8 +1,11 @@
-//! Writing a step into the set whose turn it is. The appends are done; nothing here can refuse.
+//! Writing a step into the set whose turn it is. The appends are done, or settled; nothing here can refuse.
 
 use super::{Batch, BatchBuffers, BatchStep, Shown};
-use crate::sequence::{SequenceTable, UNCHANGED};
-use crate::{BlockId, Slot};
+use crate::append::open_tail;
+use crate::copies::CopyLedger;
+use crate::pool::Pool;
+use crate::sequence::{BlockTable, Sequence, SequenceTable, UNCHANGED};
+use crate::{BlockId, Config};
 
 /// The list of a step's changes. Counts on where its memory ends.
 struct Changes<'a> {
@@ -51,24 +54,57 @@ impl Batch {
         sets: &mut [BatchBuffers<'_>; 2],
         counts: Option<&[u64]>,
     ) -> BatchStep {
-        let [first, second] = sets;
-        let (set, other) = if self.turn == 0 { (first, second) } else { (second, first) };
+        let (set, other) = in_turn(sets, self.turn);
         let shown = &mut self.shown[self.turn];
-        show_slots(&self.slots, set.slot_mapping, shown);
+        set.slot_mapping[..self.slots.len()].copy_from_slice(&self.slots);
+        clear_slots(self.slots.len(), set.slot_mapping, shown);
         show_starts(self.rows.len(), counts, set.query_start_loc, shown);
         self.catch_up(sequences, set.block_tables);
-        let num_changes = self.show_rows(sequences, set, other.block_tables);
+        let (rows, mut tables) = self.tables(set.block_tables, other.block_tables, set.changed);
+        for ((row, &sequence_row), length) in rows.iter().enumerate().zip(&mut *set.seq_lens) {
+            let sequence = &mut sequences.rows[sequence_row as usize];
+            *length = sequence.length as i32;
+            if sequence.table.changed_from() != UNCHANGED {
+                tables.show(row, &mut sequence.table);
+            }
+        }
+        let num_changes = tables.end(rows.len(), set.seq_lens);
+        self.pass_turn(self.slots.len(), num_changes)
+    }
 
-        let step = BatchStep {
-            buffer_set: self.turn,
-            num_rows: self.rows.len(),
-            num_tokens: self.slots.len(),
-            num_changes,
-            upload_table: self.is_invalid || num_changes > self.shape.max_changes,
-        };
-        self.is_invalid = false;
-        self.turn = 1 - self.turn;
-        step
+    /// Appends one token to each row, which has been settled, and shows it: both in one pass, so that the line of a
+    /// sequence is looked at once.
+    pub(super) fn append_and_show(
+        &mut self,
+        (config, pool, copies): (&Config, &mut Pool, &mut CopyLedger),
+        sequences: &mut SequenceTable,
+        sets: &mut [BatchBuffers<'_>; 2],
+    ) -> BatchStep {
+        let (set, other) = in_turn(sets, self.turn);
+        let num_rows = self.rows.len();
+        let shown = &mut self.shown[self.turn];
+        clear_slots(num_rows, set.slot_mapping, shown);
+        show_starts(num_rows, None, set.query_start_loc, shown);
+        self.catch_up(sequences, set.block_tables);
+        let (rows, mut tables) = self.tables(set.block_tables, other.block_tables, set.changed);
+        let (slots, lengths) = (&mut set.slot_mapping[..num_rows], &mut set.seq_lens[..num_rows]);
+        let mut row = 0;
+        loop {
+            row += append_open(&mut sequences.rows, &rows[row..], &mut slots[row..], &mut lengths[row..]);
+            let Some(&sequence_row) = rows.get(row) else { break };
+            let sequence = &mut sequences.rows[sequence_row as usize];
+            if sequence.open() == 0 {
+                open_tail(config, pool, copies, sequence);
+            }
+            slots[row] = sequence.advance(1);
+            lengths[row] = sequence.length as i32;
+            if sequence.table.changed_from() != UNCHANGED {
+                tables.show(row, &mut sequence.table);
+            }
+            row += 1;
+        }
+        let num_changes = tables.end(num_rows, set.seq_lens);
+        self.pass_turn(num_rows, num_changes)
     }
 
     /// Writes what the previous step changed in the other set.
@@ -78,67 +114,149 @@ impl Batch {
             // A row that is gone is cleared with the others behind the last; a new one will be written whole.
             if let Some(&sequence_row) = self.rows.get(row as usize).filter(|_| !self.is_new[row as usize]) {
                 let table = &*sequences.rows[sequence_row as usize].table;
+                if from + 1 == table.len() as u32 && shown.num_blocks[row as usize] == from {
+                    write_last(tables, self.shape.max_blocks, row as usize, table, shown);
+                    continue;
+                }
                 write_row(tables, self.shape.max_blocks, row as usize, table, from as usize, shown);
             }
         }
     }
 
-    /// Writes lengths and what is new in the tables, and lists it; returns how many entries are new.
-    fn show_rows(
-        &mut self,
-        sequences: &mut SequenceTable,
-        set: &mut BatchBuffers<'_>,
-        previous_tables: &[i32],
-    ) -> usize {
-        let max_blocks = self.shape.max_blocks;
-        let shown = &mut self.shown[self.turn];
-        let (entries, _) = set.changed.as_chunks_mut();
-        let mut changes = Changes { entries, len: 0 };
+    /// The rows, and what writes their tables.
+    fn tables<'a>(
+        &'a mut self,
+        written: &'a mut [i32],
+        previous: &'a [i32],
+        changed: &'a mut [i32],
+    ) -> (&'a [u32], Tables<'a>) {
         self.missed_next.clear();
-        for ((row, &sequence_row), length) in self.rows.iter().enumerate().zip(&mut *set.seq_lens) {
-            let sequence = &mut sequences.rows[sequence_row as usize];
-            *length = sequence.length as i32;
-            if sequence.table.changed_from() == UNCHANGED {
-                continue;
-            }
-            let from = sequence.table.take_mark() as usize;
-            let table = &*sequence.table;
-            let num_shown = self.previous[row] as usize;
-            if std::mem::take(&mut self.is_new[row]) {
-                changes.push_run(row, 0, table.iter().map(|&block| block as i32));
-            } else {
-                let num_common = num_shown.min(table.len());
-                let shown_row = &previous_tables[row * max_blocks..][..max_blocks];
-                for column in from..num_common {
-                    if shown_row[column] != table[column] as i32 {
-                        changes.push(row, column, table[column] as i32);
-                    }
-                }
-                let first_new = from.max(num_common);
-                changes.push_run(row, first_new, table[first_new..].iter().map(|&block| block as i32));
-            }
-            if num_shown > table.len() {
-                changes.push_run(row, table.len(), (table.len()..num_shown).map(|_| -1));
-            }
-            write_row(set.block_tables, max_blocks, row, table, from, shown);
-            self.previous[row] = table.len() as u32;
-            self.missed_next.push((row as u32, from as u32));
-        }
-
-        let num_rows = self.rows.len();
-        for row in num_rows..self.previous_rows {
-            let num_shown = std::mem::take(&mut self.previous[row]) as usize;
-            changes.push_run(row, 0, (0..num_shown).map(|_| -1));
-        }
-        for row in num_rows..shown.num_rows {
-            write_row(set.block_tables, max_blocks, row, &[], 0, shown);
-            set.seq_lens[row] = 0;
-        }
-        shown.num_rows = num_rows;
-        self.previous_rows = num_rows;
-        std::mem::swap(&mut self.missed, &mut self.missed_next);
-        changes.len
+        let (entries, _) = changed.as_chunks_mut();
+        let tables = Tables {
+            max_blocks: self.shape.max_blocks,
+            written,
+            previous,
+            changes: Changes { entries, len: 0 },
+            shown: &mut self.shown[self.turn],
+            num_previous: &mut self.previous,
+            previous_rows: self.previous_rows,
+            is_new: &mut self.is_new,
+            missed: &mut self.missed_next,
+        };
+        (&self.rows, tables)
     }
+
+    /// The step is written: the next one writes the other set.
+    fn pass_turn(&mut self, num_tokens: usize, num_changes: usize) -> BatchStep {
+        let num_rows = self.rows.len();
+        let step = BatchStep {
+            buffer_set: self.turn,
+            num_rows,
+            num_tokens,
+            num_changes,
+            upload_table: self.is_invalid || num_changes > self.shape.max_changes,
+        };
+        std::mem::swap(&mut self.missed, &mut self.missed_next);
+        self.previous_rows = num_rows;
+        self.is_invalid = false;
+        self.turn = 1 - self.turn;
+        step
+    }
+}
+
+/// Appends one token each to the rows in front that have an open run and no change in their tables; how many. A function of
+/// its own, so that all the loop needs stays in registers.
+#[inline(never)]
+fn append_open(sequences: &mut [Sequence], rows: &[u32], slots: &mut [i64], lengths: &mut [i32]) -> usize {
+    for (at, ((&row, slot), length)) in rows.iter().zip(slots).zip(lengths).enumerate() {
+        let sequence = &mut sequences[row as usize];
+        if sequence.open() == 0 || sequence.table.changed_from() != UNCHANGED {
+            return at;
+        }
+        *slot = sequence.advance(1);
+        *length = sequence.length as i32;
+    }
+    rows.len()
+}
+
+/// The set that a step writes, and the one that the previous step wrote.
+fn in_turn<'a, 'b>(
+    [first, second]: &'a mut [BatchBuffers<'b>; 2],
+    turn: usize,
+) -> (&'a mut BatchBuffers<'b>, &'a mut BatchBuffers<'b>) {
+    if turn == 0 { (first, second) } else { (second, first) }
+}
+
+/// What writes the tables of one step.
+struct Tables<'a> {
+    max_blocks: usize,
+    written: &'a mut [i32],
+    /// What the previous step showed, in the other set.
+    previous: &'a [i32],
+    changes: Changes<'a>,
+    shown: &'a mut Shown,
+    num_previous: &'a mut [u32],
+    previous_rows: usize,
+    is_new: &'a mut [bool],
+    missed: &'a mut Vec<(u32, u32)>,
+}
+
+impl Tables<'_> {
+    /// Writes what is new in the table of a row, and lists it.
+    #[inline]
+    fn show(&mut self, row: usize, table: &mut BlockTable) {
+        let from = table.take_mark() as usize;
+        let table = &**table;
+        let (max_blocks, changes) = (self.max_blocks, &mut self.changes);
+        let num_shown = self.num_previous[row] as usize;
+        self.num_previous[row] = table.len() as u32;
+        self.missed.push((row as u32, from as u32));
+        if from == num_shown && table.len() == num_shown + 1 && !self.is_new[row] {
+            // What most steps bring: one block more.
+            changes.push(row, from, table[from] as i32);
+            write_last(self.written, max_blocks, row, table, self.shown);
+            return;
+        }
+        if std::mem::take(&mut self.is_new[row]) {
+            changes.push_run(row, 0, table.iter().map(|&block| block as i32));
+        } else {
+            let num_common = num_shown.min(table.len());
+            let shown_row = &self.previous[row * max_blocks..][..max_blocks];
+            for column in from..num_common {
+                if shown_row[column] != table[column] as i32 {
+                    changes.push(row, column, table[column] as i32);
+                }
+            }
+            let first_new = from.max(num_common);
+            changes.push_run(row, first_new, table[first_new..].iter().map(|&block| block as i32));
+        }
+        if num_shown > table.len() {
+            changes.push_run(row, table.len(), (table.len()..num_shown).map(|_| -1));
+        }
+        write_row(self.written, max_blocks, row, table, from, self.shown);
+    }
+
+    /// Clears the rows behind the last; returns how many entries are new in all.
+    fn end(mut self, num_rows: usize, seq_lens: &mut [i32]) -> usize {
+        for row in num_rows..self.previous_rows {
+            let num_shown = std::mem::take(&mut self.num_previous[row]) as usize;
+            self.changes.push_run(row, 0, (0..num_shown).map(|_| -1));
+        }
+        for (row, length) in seq_lens.iter_mut().enumerate().take(self.shown.num_rows).skip(num_rows) {
+            write_row(self.written, self.max_blocks, row, &[], 0, self.shown);
+            *length = 0;
+        }
+        self.shown.num_rows = num_rows;
+        self.changes.len
+    }
+}
+
+/// [`write_row`] of a table that has one entry more than the row shows.
+#[inline]
+fn write_last(tables: &mut [i32], max_blocks: usize, row: usize, table: &[BlockId], shown: &mut Shown) {
+    let column = table.len() - 1;
+    tables[row * max_blocks + column] = table[column] as i32;
+    shown.num_blocks[row] = table.len() as u32;
 }
 
 /// Writes a table from a column on, and −1 over what the row showed behind its end.
@@ -164,12 +282,12 @@ fn write_row(
     *num_shown = table.len() as u32;
 }
 
-fn show_slots(slots: &[Slot], slot_mapping: &mut [i64], shown: &mut Shown) {
-    slot_mapping[..slots.len()].copy_from_slice(slots);
-    if let Some(gone) = slot_mapping.get_mut(slots.len()..shown.num_tokens) {
+/// −1 over the slots that are in use no more.
+fn clear_slots(num_tokens: usize, slot_mapping: &mut [i64], shown: &mut Shown) {
+    if let Some(gone) = slot_mapping.get_mut(num_tokens..shown.num_tokens) {
         gone.fill(-1);
     }
-    shown.num_tokens = slots.len();
+    shown.num_tokens = num_tokens;
 }
 
 fn show_starts(num_rows: usize, counts: Option<&[u64]>, query_start_loc: &mut [i32], shown: &mut Shown) {

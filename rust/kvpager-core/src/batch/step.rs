@@ -81,6 +81,9 @@ impl BlockManager {
         if let Some(token_ids) = token_ids {
             check_num_ids(num_tokens, token_ids)?;
         }
+        if counts.is_none() && token_ids.is_none() {
+            return self.step_one_each(at, sets);
+        }
         self.check_steps_fit(batch, counts)?;
 
         let batch = &mut self.batches.all[at];
@@ -93,6 +96,24 @@ impl BlockManager {
         batch.slots = slots;
         appended?;
         Ok(batch.show(&mut self.sequences, sets, counts))
+    }
+
+    /// One token for every row, without its id: what most steps of an engine are.
+    fn step_one_each(&mut self, at: usize, sets: &mut [BatchBuffers<'_>; 2]) -> Result<BatchStep> {
+        self.check_one_each_fits(at)?;
+        std::mem::swap(&mut self.batches.all[at].rows, &mut self.scratch.rows);
+        let settled = self.settle_found(None, None);
+        if settled.is_ok() {
+            self.note_parents(None);
+        }
+        let Self { config, pool, copies, sequences, scratch, batches, .. } = self;
+        let batch = &mut batches.all[at];
+        std::mem::swap(&mut batch.rows, &mut scratch.rows);
+        settled?;
+        let step = batch.append_and_show((config, pool, copies), sequences, sets);
+        pool.copy_first.clear();
+        batch.room.0 = batch.room.0.saturating_sub(1);
+        Ok(step)
     }
 
     /// Says that the keys and values of each row's first `ns[row]` tokens (all of them, if `None`) are written: as
@@ -147,22 +168,34 @@ impl BlockManager {
         committed
     }
 
+    /// Whether every row has room for one token more, which it will get if nothing else refuses it.
+    fn check_one_each_fits(&mut self, at: usize) -> Result<()> {
+        let (batch, sequences) = (&mut self.batches.all[at], &self.sequences);
+        if batch.room.0 == 0 || batch.room.1 != sequences.num_appends {
+            let lengths = batch.rows.iter().map(|&row| sequences.rows[row as usize].length);
+            let longest = batch.longest(self.config.block_size());
+            batch.room = (longest.saturating_sub(lengths.max().unwrap_or(0)), sequences.num_appends);
+        }
+        if batch.room.0 > 0 || batch.rows.is_empty() {
+            return Ok(());
+        }
+        self.check_steps_fit(&self.batches.all[at], None)
+    }
+
     /// Finds the first row that would outgrow the buffers.
     fn check_steps_fit(&self, batch: &Batch, counts: Option<&[u64]>) -> Result<()> {
-        let block_size = self.config.block_size();
-        let longest = batch.longest(block_size);
-        let length = |row: u32| self.sequences.rows[row as usize].length;
-        let at_fault = match counts {
-            None => batch.rows.iter().position(|&row| length(row) >= longest),
-            Some(counts) => {
-                let grown =
-                    batch.rows.iter().zip(counts).map(|(&row, &count)| length(row).saturating_add(count));
-                grown.into_iter().position(|length| length > longest)
-            }
+        let longest = batch.longest(self.config.block_size());
+        let grown = |at: usize, row: u32| {
+            let length = self.sequences.rows[row as usize].length;
+            length.saturating_add(counts.map_or(1, |counts| counts[at]))
         };
-        let Some(row) = at_fault else { return Ok(()) };
-        let sequence = &self.sequences.rows[batch.rows[row] as usize];
-        let count = counts.map_or(1, |counts| counts[row]);
-        batch.check_fits(block_size, sequence.id, sequence.length.saturating_add(count))
+        for (at, &row) in batch.rows.iter().enumerate() {
+            let num_tokens = grown(at, row);
+            if num_tokens > longest {
+                let id = self.sequences.rows[row as usize].id;
+                return batch.check_fits(self.config.block_size(), id, num_tokens);
+            }
+        }
+        Ok(())
     }
 }
