@@ -409,6 +409,13 @@ inline void check_swap(const std::vector<Tensor>& sources, const std::vector<Ten
   }
 }
 
+inline TableUpdate table_update(const Tensor& block_tables, const Tensor& changed) {
+  check_tensor("block_tables", block_tables, ScalarType::Int, block_tables, {-1, -1});
+  check_tensor("changed", changed, ScalarType::Int, block_tables, {-1, 3});
+  return {mutable_grid_of<int32_t>(block_tables), grid_of<int32_t>(changed), block_tables.size(0), block_tables.size(1),
+          changed.size(0)};
+}
+
 inline void check_copy(const std::vector<Tensor>& caches, const Tensor& pairs) {
   if (caches.empty()) fail_argument("caches", "at least one cache", "none");
   check_tensor("pairs", pairs, ScalarType::Long, caches[0], {-1, 2});

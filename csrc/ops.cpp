@@ -6,6 +6,7 @@
 #include "cpu/kernels.h"
 #include "fused_checks.h"
 #include "layer_checks.h"
+#include "pair_checks.h"
 
 namespace kvpager {
 namespace {
@@ -142,7 +143,7 @@ void copy_blocks(std::vector<Tensor> caches, Tensor pairs) {
   std::vector<CopyShape> shapes;
   for (const Tensor& cache : caches) shapes.push_back(copy_shape(cache));  // all are checked before one is written
   const auto grid = grid_of<int64_t>(pairs);
-  cpu::check_pairs(grid, pairs.size(0), caches[0].size(0));
+  check_pairs(grid, pairs.size(0), caches[0].size(0));
   for (size_t i = 0; i < caches.size(); ++i)
     cpu::copy_blocks(static_cast<char*>(caches[i].mutable_data_ptr()), shapes[i], caches[i].element_size(), grid,
                      pairs.size(0));
@@ -153,11 +154,13 @@ void swap_blocks(std::vector<Tensor> src, std::vector<Tensor> dst, Tensor pairs)
   std::vector<SwapShape> shapes;
   for (size_t i = 0; i < src.size(); ++i) shapes.push_back(swap_shape(src[i], dst[i]));
   const auto grid = grid_of<int64_t>(pairs);
-  cpu::check_swap_pairs(grid, pairs.size(0), src[0].size(0), dst[0].size(0));
+  check_swap_pairs(grid, pairs.size(0), src[0].size(0), dst[0].size(0));
   for (size_t i = 0; i < src.size(); ++i)
     cpu::swap_blocks(static_cast<const char*>(src[i].const_data_ptr()), static_cast<char*>(dst[i].mutable_data_ptr()),
                      shapes[i], src[i].element_size(), grid, pairs.size(0));
 }
+
+void update_tables(Tensor block_tables, Tensor changed) { cpu::update_tables(table_update(block_tables, changed)); }
 
 void gather_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens,
                Tensor seq_start_loc, std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
@@ -189,6 +192,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvpager, CPU, library) {
   library.impl("silu_mul", TORCH_BOX(&kvpager::silu_mul));
   library.impl("copy_blocks", TORCH_BOX(&kvpager::copy_blocks));
   library.impl("swap_blocks", TORCH_BOX(&kvpager::swap_blocks));
+  library.impl("update_tables", TORCH_BOX(&kvpager::update_tables));
   library.impl("gather_kv", TORCH_BOX(&kvpager::gather_kv));
   library.impl("take_errors", TORCH_BOX(&kvpager::take_errors));
 }

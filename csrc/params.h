@@ -197,6 +197,13 @@ struct SwapShape {
   int64_t sizes[CopyShape::kMaxInner], from[CopyShape::kMaxInner], to[CopyShape::kMaxInner];
 };
 
+// Entries of a block table that have changed. In bounds: rows of `changed` below num_changes, columns below 3.
+struct TableUpdate {
+  Grid<int32_t> block_tables;   // [num_rows, num_columns]
+  Grid<const int32_t> changed;  // [num_changes, 3]: (row, column, block); row -1 = nothing
+  int64_t num_rows, num_columns, num_changes;
+};
+
 // Merging two results by log-sum-exp: weights of both parts and the common lse. An empty part (lse -inf) weighs 0.
 template <class A>
 struct MergeWeights {

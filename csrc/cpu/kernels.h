@@ -64,9 +64,7 @@ void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, cons
 void swap_blocks(const char* source, char* target, const SwapShape& shape, int64_t element_bytes,
                  const Grid<const int64_t>& pairs, int64_t num_pairs);
 
-// Sources of pairs are blocks below num_sources, targets below num_targets, each named once.
-void check_swap_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_sources, int64_t num_targets);
-
-void check_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_blocks);
+// Entries whose row is -1 are left out.
+void update_tables(const TableUpdate& params);
 
 }  // namespace kvpager::cpu

@@ -1,6 +1,6 @@
-// The CPU ops that move rows as they are: writing tokens into slots, copying blocks within and between caches.
+// The CPU ops that move rows as they are: writing tokens into slots, copying blocks within and between caches, writing
+// the changed entries of a block table.
 #include <algorithm>
-#include <unordered_set>
 
 #include "kernels.h"
 #include "sequences.h"
@@ -39,21 +39,6 @@ template void write_kv(const WriteParams<uint16_t>&);
 template void write_kv(const WriteParams<uint32_t>&);
 template void write_kv(const WriteParams<uint64_t>&);
 
-void check_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_blocks) {
-  std::unordered_set<int64_t> sources, destinations;
-  for (int64_t row = 0; row < num_pairs; ++row) {
-    for (int64_t column = 0; column < 2; ++column)
-      if (pairs.at(row, column) < 0 || pairs.at(row, column) >= num_blocks)
-        fail_slot("pairs", "block ids of 0 to " + std::to_string(num_blocks - 1),
-                  std::to_string(pairs.at(row, column)) + " at row " + std::to_string(row));
-    sources.insert(pairs.at(row, 0));
-  }
-  for (int64_t row = 0; row < num_pairs; ++row)
-    if (sources.count(pairs.at(row, 1)) || !destinations.insert(pairs.at(row, 1)).second)
-      fail_argument("pairs", "destinations that are no source and named once",
-                    "block " + std::to_string(pairs.at(row, 1)) + " at row " + std::to_string(row));
-}
-
 void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, const Grid<const int64_t>& pairs,
                  int64_t num_pairs) {
   // A run: the elements of the last merged dimension, when they lie against each other.
@@ -71,23 +56,6 @@ void copy_blocks(char* data, const CopyShape& shape, int64_t element_bytes, cons
       }
     }
   });
-}
-
-void check_swap_pairs(const Grid<const int64_t>& pairs, int64_t num_pairs, int64_t num_sources, int64_t num_targets) {
-  std::unordered_set<int64_t> targets;
-  for (int64_t row = 0; row < num_pairs; ++row) {
-    for (int64_t column = 0; column < 2; ++column) {
-      const int64_t block = pairs.at(row, column), num_blocks = column == 0 ? num_sources : num_targets;
-      if (block < 0 || block >= num_blocks)
-        fail_slot(
-            "pairs",
-            std::string(column == 0 ? "source" : "destination") + " blocks of 0 to " + std::to_string(num_blocks - 1),
-            std::to_string(block) + " at row " + std::to_string(row));
-    }
-    if (!targets.insert(pairs.at(row, 1)).second)
-      fail_argument("pairs", "destinations named once",
-                    "block " + std::to_string(pairs.at(row, 1)) + " at row " + std::to_string(row));
-  }
 }
 
 void swap_blocks(const char* source, char* target, const SwapShape& shape, int64_t element_bytes,
@@ -110,6 +78,21 @@ void swap_blocks(const char* source, char* target, const SwapShape& shape, int64
       }
     }
   });
+}
+
+void update_tables(const TableUpdate& p) {
+  const auto is_padding = [&](int64_t change) { return p.changed.at(change, 0) == -1; };
+  for (int64_t change = 0; change < p.num_changes; ++change) {
+    const int32_t row = p.changed.at(change, 0), column = p.changed.at(change, 1);
+    if (!is_padding(change) && (row < 0 || row >= p.num_rows || column < 0 || column >= p.num_columns))
+      fail_argument(
+          "changed",
+          "rows below " + std::to_string(p.num_rows) + " (or -1) and columns below " + std::to_string(p.num_columns),
+          "row " + std::to_string(row) + ", column " + std::to_string(column) + " at entry " + std::to_string(change));
+  }
+  for (int64_t change = 0; change < p.num_changes; ++change)
+    if (!is_padding(change))  // in bounds: both were checked above
+      p.block_tables.at(p.changed.at(change, 0), p.changed.at(change, 1)) = p.changed.at(change, 2);
 }
 
 }  // namespace kvpager::cpu

@@ -131,7 +131,8 @@ __device__ Partial<accumulate_t<T>> attend(const AttentionParams<T, C>& p, const
     const A shrink = exp(sum.top - top), weight = exp(score - top);
 #pragma unroll
     for (int i = 0; i < kDimsPerLane; ++i)
-      if (lane + 32 * i < D) sum.acc[i] = sum.acc[i] * shrink + weight * widen(value[lane + 32 * i]);
+      if (lane + 32 * i < D)
+        sum.acc[i] = sum.acc[i] * shrink + weight * value_scale * widen(value[lane + 32 * i]);
     sum.total = sum.total * shrink + weight;
     sum.top = top;
   }

@@ -1,64 +1,83 @@
-// The CUDA kernels that move rows: writing tokens into slots, copying blocks, merging two partial results.
+// Moving whole blocks, as bits in the widest unit that fits, and writing the changed entries of a block table.
+//
+// A block's units are spread over threads and grid.y; a thread takes kUnitsAtOnce of them, all loaded before one is
+// stored. Offsets within a block are counted in 32 bits: one division a unit and dimension, none where a block lies in
+// one piece. Bytes moved: each block once in, once out. In flight: 64 bytes a thread.
+// Budget: 48 registers, no shared memory, no spills.
 #pragma once
-#include "../params.h"
 #include "errors.cuh"
+#include "units.h"
 
 namespace kvpager::cuda {
 
 constexpr int kMoveThreads = 128;
+constexpr int kUnitsAtOnce = 4;
 
-// grid (num_tokens), block kMoveThreads
-template <class T>
-__global__ void write_kv_kernel(WriteParams<T> p, unsigned* errors) {
-  const int64_t token = blockIdx.x, slot = p.slot_mapping[token];  // the grid is num_tokens wide
-  if (slot == -1) return;
-  if (slot < 0 || slot >= p.pool.num_blocks * p.pool.block_size) {
-    if (threadIdx.x == 0) report(errors, kSlotMapping);
-    return;
+// The units of a block: the same places in the memory they are read from and written to. All but the bases in units.
+struct MoveShape {
+  int64_t num_sources, num_targets, source_stride, target_stride;  // blocks, and from one block to the next
+  int num_inner;
+  uint32_t num_units, sizes[CopyShape::kMaxInner];
+  int64_t from[CopyShape::kMaxInner], to[CopyShape::kMaxInner];
+};
+
+struct MoveOffsets {
+  int64_t from, to;
+};
+
+// Of unit `index` < num_units.
+KVPAGER_HD MoveOffsets offsets_of(const MoveShape& shape, uint32_t index) {
+  MoveOffsets at{0, 0};
+  for (int dim = shape.num_inner - 1; dim > 0; --dim) {
+    const uint32_t place = index % shape.sizes[dim];
+    index /= shape.sizes[dim];
+    at.from += place * shape.from[dim];
+    at.to += place * shape.to[dim];
   }
-  // In bounds: 0 <= slot < N * S, so block < N and offset < S; head < K; d < D; token < num_tokens <= rows of key.
-  const int64_t block = slot / p.pool.block_size, offset = slot % p.pool.block_size, D = p.pool.head_dim;
-  for (int64_t i = threadIdx.x; i < p.pool.num_kv_heads * D; i += kMoveThreads) {
-    const int64_t head = i / D, d = i % D;
-    p.key_cache.at(block, head, offset)[d] = p.key.at(token, head)[d];
-    p.value_cache.at(block, head, offset)[d] = p.value.at(token, head)[d];
+  if (shape.num_inner > 0) {
+    at.from += index * shape.from[0];
+    at.to += index * shape.to[0];
   }
+  return at;
 }
 
 // grid (num_pairs, slices of a block), block kMoveThreads
-template <class T>
-__global__ void copy_blocks_kernel(T* data, CopyShape shape, Grid<const int64_t> pairs, unsigned* errors) {
-  const int64_t source = pairs.at(blockIdx.x, 0), destination = pairs.at(blockIdx.x, 1);  // the grid is num_pairs wide
-  if (source < 0 || source >= shape.num_blocks || destination < 0 || destination >= shape.num_blocks) {
+template <class U>
+__global__ void __launch_bounds__(kMoveThreads)
+    move_blocks_kernel(const U* sources, U* targets, MoveShape shape, Grid<const int64_t> pairs, unsigned* errors) {
+  const int64_t source = pairs.at(blockIdx.x, 0), target = pairs.at(blockIdx.x, 1);  // the grid is num_pairs wide
+  if (source < 0 || source >= shape.num_sources || target < 0 || target >= shape.num_targets) {
     if (threadIdx.x == 0) report(errors, kPairs);
     return;
   }
-  // In bounds: both blocks are in the pool, and offset() of an element below `elements` stays within a block.
-  const T* from = data + source * shape.block_stride;
-  T* to = data + destination * shape.block_stride;
-  const int64_t step = int64_t{gridDim.y} * kMoveThreads;
-  for (int64_t element = int64_t{blockIdx.y} * kMoveThreads + threadIdx.x; element < shape.elements; element += step) {
-    const int64_t at = shape.offset(element);
-    to[at] = from[at];
+  // In bounds: both blocks are in their pools, and a unit below num_units lies within its block.
+  const U* from = sources + source * shape.source_stride;
+  U* to = targets + target * shape.target_stride;
+  const uint32_t step = gridDim.y * kMoveThreads;
+  for (uint32_t first = blockIdx.y * kMoveThreads + threadIdx.x; first < shape.num_units;
+       first += step * kUnitsAtOnce) {
+    U units[kUnitsAtOnce];
+    MoveOffsets at[kUnitsAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitsAtOnce; ++i) {
+      if (first + i * step >= shape.num_units) continue;
+      at[i] = offsets_of(shape, first + i * step);
+      units[i] = from[at[i].from];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitsAtOnce; ++i)
+      if (first + i * step < shape.num_units) to[at[i].to] = units[i];
   }
 }
 
-// grid (num_tokens, H), block kMoveThreads
-template <class T>
-__global__ void merge_attention_kernel(MergeParams<T> p) {
-  using A = accumulate_t<T>;
-  const int64_t token = blockIdx.x, head = blockIdx.y;  // the grid is [num_tokens, H], the size of every tensor here
-  const MergeWeights<A> weights = merge_weights<A>(p.lse_a.at(token, head), p.lse_b.at(token, head));
-  __syncthreads();  // `lse` may be `lse_a` or `lse_b`: all have read before one writes
-  const T *a = p.out_a.at(token, head), *b = p.out_b.at(token, head);
-  T* out = p.out.at(token, head);
-  for (int64_t d = threadIdx.x; d < p.head_dim; d += kMoveThreads) {
-    // An empty part is not read: it may hold NaN.
-    const A part_a = weights.a > 0 ? weights.a * widen(a[d]) : A(0),
-            part_b = weights.b > 0 ? weights.b * widen(b[d]) : A(0);
-    out[d] = narrow<T>(part_a + part_b);
-  }
-  if (p.lse.data && threadIdx.x == 0) p.lse.at(token, head) = weights.lse;
+// block_tables [B, M], changed [num_changes, 3]: (row, column, block) each; row -1 = nothing. A thread each.
+__global__ void __launch_bounds__(kMoveThreads) update_tables_kernel(TableUpdate p, unsigned* errors) {
+  const int64_t change = int64_t{blockIdx.x} * kMoveThreads + threadIdx.x;
+  if (change >= p.num_changes) return;
+  const int32_t row = p.changed.at(change, 0), column = p.changed.at(change, 1);
+  if (row == -1) return;
+  if (row < 0 || row >= p.num_rows || column < 0 || column >= p.num_columns) return report(errors, kChanged);
+  p.block_tables.at(row, column) = p.changed.at(change, 2);
 }
 
 }  // namespace kvpager::cuda

@@ -71,6 +71,18 @@ __device__ __forceinline__ void store_row(const RowPart<kChunks>& part, int half
   }
 }
 
+// As it is, bit for bit.
+template <int kChunks, class T>
+__device__ __forceinline__ void copy_row(const T* row, int half, T* target) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int d = chunk_start(c);
+    if (d >= half) continue;
+    store_pack(target + d, load_pack<T, kChunk>(row + d));
+    store_pack(target + half + d, load_pack<T, kChunk>(row + half + d));
+  }
+}
+
 __device__ __forceinline__ float row_sum(float part) {
 #pragma unroll
   for (int width = kRowLanes / 2; width > 0; width /= 2) part += __shfl_xor_sync(0xffffffffu, part, width);
@@ -107,28 +119,22 @@ __device__ __forceinline__ float top_of_row(const RowPart<kChunks>& part, bool& 
   return top;
 }
 
-// A row to its place in a cache: rounded; or as codes, with its own scale, which is written, or under the one of all.
-// Called by whole warps; `target` is null in lanes whose row goes nowhere.
+// A row to its place in a quantised cache, with its own scale, which is written, or under the one of all. Called by whole
+// warps; `target` is null in lanes whose row goes nowhere.
 template <class C, int kChunks>
-__device__ __forceinline__ void write_row(const RowPart<kChunks>& part, int half, const Scales<float>& scales,
-                                          float* scale_target, C* target) {
-  float factor = 1;
-  if constexpr (is_quantised<C>) {
-    if (scales.fixed) {
-      factor = 1.0f / *scales.data;
-    } else {
-      float scale;
-      bool bad;
-      const float top = top_of_row(part, bad);
-      scale_of_row<C>(top, bad, factor, scale);
-      if (target != nullptr && threadIdx.x % kRowLanes == 0) *scale_target = scale;
-      if (bad) {  // codes 0; 0 * inf would be NaN
-        if (target != nullptr) store_row(RowPart<kChunks>{}, half, 0.0f, target);
-        return;
-      }
-    }
+__device__ __forceinline__ void write_codes(const RowPart<kChunks>& part, int half, const Scales<float>& scales,
+                                            float* scale_target, C* target) {
+  if (scales.fixed) {
+    if (target != nullptr) store_row(part, half, 1.0f / *scales.data, target);
+    return;
   }
-  if (target != nullptr) store_row(part, half, factor, target);
+  float factor, scale;
+  bool bad;
+  const float top = top_of_row(part, bad);
+  scale_of_row<C>(top, bad, factor, scale);
+  if (target == nullptr) return;
+  if (threadIdx.x % kRowLanes == 0) *scale_target = scale;
+  bad ? store_row(RowPart<kChunks>{}, half, 0.0f, target) : store_row(part, half, factor, target);  // 0 * inf is NaN
 }
 
 }  // namespace kvpager::cuda

@@ -1,4 +1,4 @@
-// The device error word: where it lives, and the op that fetches it.
+// The device error word: where it lives, and the op that fetches it. And the copies of swap_blocks.
 #include "runtime.h"
 
 #include <atomic>
@@ -21,6 +21,58 @@ unsigned* error_word_of(int32_t device) {
     known[device] = address;
   }
   return address;
+}
+
+void* address_on_device(const char* argument, const Tensor& tensor, void* address) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return address;
+  void* mapped = nullptr;
+  if (cudaHostGetDevicePointer(&mapped, address, 0) == cudaSuccess) return mapped;
+  cudaGetLastError();  // forget it
+  fail_argument(argument, "tensors on the device or in pinned memory", "pageable memory");
+}
+
+namespace {
+
+// One batch for the copy engines; false where the run time, the driver or the stream has none.
+bool copy_batch(const std::vector<CopyRun>& plan, cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (stream == nullptr || stream == cudaStreamLegacy || cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone)
+    return false;
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> bytes;
+  for (const CopyRun& run : plan) {
+    to.push_back(run.to);
+    from.push_back(run.from);
+    bytes.push_back(run.bytes);
+  }
+  cudaMemcpyAttributes attributes{};  // of all copies
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+#if CUDART_VERSION >= 13000
+  const cudaError_t status =
+      cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), plan.size(), &attributes, &first, 1, stream);
+#else
+  size_t failed = 0;
+  const cudaError_t status = cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), bytes.data(), plan.size(),
+                                                  &attributes, &first, 1, &failed, stream);
+#endif
+  if (status == cudaSuccess) return true;
+  cudaGetLastError();  // forget it
+  if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver)
+    check_cuda(status, "copying a batch of blocks");
+#endif
+  return false;
+}
+
+}  // namespace
+
+void copy_runs(const std::vector<CopyRun>& plan, const LaunchScope& scope) {
+  if (copy_batch(plan, scope.stream)) return;
+  for (const CopyRun& run : plan)
+    check_cuda(cudaMemcpyAsync(run.to, run.from, run.bytes, cudaMemcpyDefault, scope.stream), "copying blocks");
 }
 
 #endif

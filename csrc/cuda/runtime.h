@@ -5,6 +5,7 @@
 // checks, dispatch, launch geometry and kernels are all tested where there is no GPU.
 #pragma once
 #include "../checks.h"
+#include "copy_plan.h"
 #include "gpu.h"
 
 #if defined(KVPAGER_EMULATE)
@@ -26,6 +27,13 @@ struct LaunchScope {
   unsigned* errors = emulated_error_word();
   void check() const {}
 };
+
+// A test that wants the pairs of a swap to lie on the device says so.
+inline bool lies_on_device(const Tensor&) { return getenv("KVPAGER_EMULATE_ON_DEVICE") != nullptr; }
+inline void* address_on_device(const char*, const Tensor&, void* address) { return address; }
+inline void copy_runs(const std::vector<CopyRun>& plan, const LaunchScope&) {
+  for (const CopyRun& run : plan) memcpy(run.to, run.from, run.bytes);
+}
 
 }  // namespace kvpager::cuda
 
@@ -71,6 +79,13 @@ struct LaunchScope {
   unsigned* errors;
   void check() const { check_cuda(cudaGetLastError(), "launching a kvpager kernel"); }
 };
+
+inline bool lies_on_device(const Tensor& tensor) { return !tensor.is_cpu(); }
+// Where the device finds memory of the tensor: pinned memory has an address there too. Other host memory is refused, for
+// copies of it would wait.
+void* address_on_device(const char* argument, const Tensor& tensor, void* address);
+// Copies on the scope's stream, without waiting: see moves.cu.
+void copy_runs(const std::vector<CopyRun>& plan, const LaunchScope& scope);
 
 }  // namespace kvpager::cuda
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvpager import ops
 from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.decode_batch import BatchBuffers, BatchStep
@@ -77,8 +78,8 @@ class StepTensors:
         if step.upload_table:
             copies.block_tables.copy_(buffers.block_tables, non_blocking=True)
         elif step.num_changes:
-            rows, columns, blocks = buffers.changed[: step.num_changes].to(self._device).unbind(1)
-            copies.block_tables[rows, columns] = blocks
+            changed = buffers.changed[: step.num_changes].to(self._device, non_blocking=True)
+            ops.update_tables(copies.block_tables, changed)
         return copies
 
 

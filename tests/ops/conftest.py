@@ -28,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, tor
 # Where a wrapper's module keeps its op, as `_name`.
 WRAPPED = {
     attention: ("paged_attention", "paged_prefill", "merge_attention"),
-    moves: ("write_kv", "copy_blocks", "swap_blocks", "gather_kv"),
+    moves: ("write_kv", "copy_blocks", "swap_blocks", "update_tables", "gather_kv"),
     fused: ("qk_norm_rope_write",),
     layers: ("linear", "rms_norm", "silu_mul"),
 }

@@ -8,7 +8,7 @@ import torch
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
 
-BOTH = pytest.mark.parametrize("kernels", ["native", "reference"], indirect=True)
+BOTH = pytest.mark.parametrize("kernels", ["native", "reference", "emulated"], indirect=True)
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}  # of numbers to 8
 
 
@@ -161,9 +161,14 @@ BAD = [
 @pytest.mark.parametrize(("argument", "bad", "error", "wanted"), BAD)
 def test_bad_arguments_are_named_and_write_nothing(kernels, argument, bad, error, wanted):
     arguments = step(torch.float32)
+    on_device = kernels.name == "emulated" and "at token" in (wanted or "")
+    if on_device:
+        wanted = ", got others on the device; their rows were skipped"
     pattern = wanted if wanted is None else f"`{argument}`: wanted .*{wanted}"
     with pytest.raises(error, match=pattern):
         ops.qk_norm_rope_write(**{**arguments, argument: bad})
+    if on_device:  # the other tokens are written
+        return
     for name in ("key_cache", "value_cache", "query_out"):
         assert (arguments[name] == 77).all()
 

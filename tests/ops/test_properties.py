@@ -13,7 +13,7 @@ import torch
 
 from kvpager import ops
 
-NATIVE_AND_REFERENCE = pytest.mark.parametrize("kernels", ["native", "reference"], indirect=True)
+NATIVE_AND_REFERENCE = pytest.mark.parametrize("kernels", ["native", "reference", "emulated"], indirect=True)
 
 
 def fills(dtype):

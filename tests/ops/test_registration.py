@@ -43,6 +43,7 @@ def arguments_of(name):
         "silu_mul": ((torch.empty(4, 8), torch.randn(4, 8), torch.randn(4, 8)), {}),
         "copy_blocks": ((caches, torch.tensor([[0, 1]])), {}),
         "swap_blocks": ((caches, [torch.zeros(3, 2, 4, 8) for _ in caches], torch.tensor([[3, 1], [0, 2]])), {}),
+        "update_tables": ((table.clone(), torch.tensor([[1, 0, 3], [-1, 9, 9]], dtype=torch.int32)), {}),
         "gather_kv": (
             (torch.empty(9, 2, 8), torch.empty(9, 2, 8), *caches, table, lengths, torch.tensor([0, 5, 9]).int()),
             {},

@@ -22,7 +22,7 @@ from kvpager.ops.device_errors import check_errors
 from kvpager.ops.fused import qk_norm_rope_write
 from kvpager.ops.layers import linear, rms_norm, silu_mul
 from kvpager.ops.layout import Layout
-from kvpager.ops.moves import copy_blocks, gather_kv, swap_blocks, write_kv
+from kvpager.ops.moves import copy_blocks, gather_kv, swap_blocks, update_tables, write_kv
 from kvpager.ops.quantise import dequantise, quantise
 from kvpager.ops.schedule import make_schedule, workspace_bytes
 from kvpager.ops.shared_prefix import shared_prefix_attention
@@ -44,6 +44,7 @@ __all__ = [
     "shared_prefix_attention",
     "silu_mul",
     "swap_blocks",
+    "update_tables",
     "workspace_bytes",
     "write_kv",
 ]

@@ -319,3 +319,11 @@ def check_swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     _check_ints("pairs", pairs, torch.int64, 2, "[P, 2]", pairs.device)
     if pairs.shape[1] != 2:
         refuse("pairs", "[P, 2] (source, destination)", pairs)
+
+
+def check_update(block_tables: Tensor, changed: Tensor) -> None:
+    """Metadata of `update_tables`: a table and the list of its changes beside it."""
+    _check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", block_tables.device)
+    _check_ints("changed", changed, torch.int32, 2, "[C, 3]", block_tables.device)
+    if changed.shape[1] != 3:
+        refuse("changed", "[C, 3] (row, column, block)", changed)

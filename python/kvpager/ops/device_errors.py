@@ -26,7 +26,7 @@ DEVICE_ERRORS = (
     ("value_scale", ArgumentError, "a positive number as the one scale"),
     ("positions", ArgumentError, "rows of `cos_sin`"),
     ("seq_start_loc", ArgumentError, "rising starts, each at least the sequence's length apart, within `key`"),
-    ("changed", SlotError, "rows and columns of the table"),
+    ("changed", ArgumentError, "rows (or -1) and columns of the table"),
 )
 
 # What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.

@@ -127,6 +127,11 @@ def _swap_blocks(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     reference.swap_blocks(src, dst, pairs)
 
 
+def _update_tables(block_tables: Tensor, changed: Tensor) -> None:
+    checks.check_update(block_tables, changed)
+    reference.update_tables(block_tables, changed)
+
+
 def _gather_kv(*tensors: Tensor, **scales: Any) -> None:
     checks.check_gather(*tensors, **scales)
     reference.gather_kv(*tensors, **scales)
@@ -153,6 +158,7 @@ REFERENCE_KERNELS: dict[str, Callable[..., None]] = {
     "silu_mul": _silu_mul,
     "copy_blocks": _copy_blocks,
     "swap_blocks": _swap_blocks,
+    "update_tables": _update_tables,
     "gather_kv": _gather_kv,
     "take_errors": _take_errors,
 }
@@ -168,12 +174,13 @@ FAKES: dict[str, Callable[..., None]] = {
     "silu_mul": layer_checks.check_silu_mul,
     "copy_blocks": checks.check_copy,
     "swap_blocks": checks.check_swap,
+    "update_tables": checks.check_update,
     "gather_kv": checks.check_gather,
     "take_errors": _check_word,
 }
 
 # What the CUDA library has no kernel for; the reference runs there.
-WITHOUT_CUDA_KERNEL = frozenset({"qk_norm_rope_write", "linear", "rms_norm", "silu_mul"})
+WITHOUT_CUDA_KERNEL = frozenset({"linear", "rms_norm", "silu_mul"})
 
 
 def register_kernels() -> None:

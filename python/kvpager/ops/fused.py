@@ -57,7 +57,7 @@ def qk_norm_rope_write(
         ArgumentError: shapes, dtypes, devices or strides do not fit, or a position has no row in `cos_sin`.
         SlotError: a slot below −1 or past the pool. Nothing is written then.
 
-    O(T · (H + 2·K) · D). On CUDA the plain torch path runs, and reads positions and slots back to check them.
+    O(T · (H + 2·K) · D).
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)

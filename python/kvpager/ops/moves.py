@@ -1,4 +1,4 @@
-"""The wrappers that move rows: writing tokens into their slots, gathering them again, copying whole blocks."""
+"""The wrappers that move rows: tokens into their slots and out again, whole blocks, changed entries of a table."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +14,7 @@ from kvpager.ops.schemas import registered_op
 _write_kv = registered_op("write_kv")
 _copy_blocks = registered_op("copy_blocks")
 _swap_blocks = registered_op("swap_blocks")
+_update_tables = registered_op("update_tables")
 _gather_kv = registered_op("gather_kv")
 
 
@@ -91,14 +92,20 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, in
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks from some caches to others, to another tier and back; scales are caches too.
 
+    Between a GPU and pinned memory the copies are queued on the current stream and nothing waits: make a side stream
+    current, so that they overlap with what computes, and order it with events. Pairs on the CPU go to the copy engines
+    as one batch of merged runs (run by run on the default stream and under capture, where a graph keeps them for good);
+    pairs on the GPU are read there by a kernel, which a captured graph replays with new pairs.
+
     Args:
         src: tensors [N, …] of 2 to 8 dimensions and any dtype and strides: where blocks come from.
         dst: as many tensors [N', …], each with blocks of the shape and dtype of its source and no memory in common with
             any source; written.
-        pairs: pairs [P, 2] int64, or a list: (block of `src`, block of `dst`). No block of `dst` is named twice.
+        pairs: pairs [P, 2] int64, or a list: (block of `src`, block of `dst`). No block of `dst` is named twice. In a
+            tensor on CUDA the values are checked there, and this last condition is not.
 
     Raises:
-        ArgumentError: shapes or dtypes do not fit, a destination is named twice, or a tensor is not on the CPU.
+        ArgumentError: shapes or dtypes do not fit, a destination is named twice, or memory beside a GPU is not pinned.
         SlotError: a block id outside its pool; nothing is copied.
 
     O(P · bytes per block).
@@ -110,6 +117,30 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Se
         _swap_blocks(src, dst, pairs)
     except REFUSALS as error:
         raise_typed(error, checks.check_swap, src, dst, pairs)
+    if device_errors.CHECKED:
+        device_errors.check_errors(pairs.device)
+
+
+def update_tables(block_tables: Tensor, changed: Tensor) -> None:
+    """Write the changed entries of a block table: what a step of `DecodeBatch` lists, where the device keeps the table.
+
+    Args:
+        block_tables: block_tables [B, M] int32, any strides; written.
+        changed: changed [C, 3] int32 on the same device: (row, column, block), no place twice. Entries whose row is −1
+            are padding, so that a captured graph can take a list of fixed size.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit, or a row or column lies outside the table; nothing is
+            written then.
+
+    O(C), whatever the size of the table.
+    """
+    try:
+        _update_tables(block_tables, changed)
+    except REFUSALS as error:
+        raise_typed(error, checks.check_update, block_tables, changed)
+    if device_errors.CHECKED:
+        device_errors.check_errors(block_tables.device)
 
 
 def gather_kv(
@@ -146,7 +177,7 @@ def gather_kv(
         (key, value). Rows of no sequence keep what they hold.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices, lengths or starts do not fit, or a tensor is not on the CPU.
+        ArgumentError: shapes, dtypes, devices, lengths or starts do not fit.
         SlotError: a table entry that is read names no block.
 
     O(sum of lengths · K · D).
@@ -167,4 +198,6 @@ def gather_kv(
         _gather_kv(*tensors, key_scale=key_scale, value_scale=value_scale)
     except REFUSALS as error:
         raise_typed(error, partial(checks.check_gather, key_scale=key_scale, value_scale=value_scale), *tensors)
+    if device_errors.CHECKED:
+        device_errors.check_errors(key_cache.device)
     return key, value

@@ -352,6 +352,13 @@ def copy_blocks(caches: list[Tensor], pairs: Tensor) -> None:
         cache[destinations] = cache[sources]
 
 
+def update_tables(block_tables: Tensor, changed: Tensor) -> None:
+    """Write the changed entries of a table; see `kvpager.ops.update_tables`."""
+    value_checks.check_change_values(changed.tolist(), *block_tables.shape)
+    rows, columns, blocks = changed[changed[:, 0] >= 0].unbind(1)
+    block_tables[rows, columns] = blocks
+
+
 def swap_blocks(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     """Copy whole blocks from some caches to others; see `kvpager.ops.swap_blocks`."""
     value_checks.check_swap_values(pairs.tolist(), src[0].shape[0], dst[0].shape[0])

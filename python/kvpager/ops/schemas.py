@@ -43,6 +43,7 @@ SCHEMAS = {
     "silu_mul": "(Tensor(a!) out, Tensor gate, Tensor up) -> ()",
     "copy_blocks": "(Tensor(a!)[] caches, Tensor pairs) -> ()",
     "swap_blocks": "(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()",
+    "update_tables": "(Tensor(a!) block_tables, Tensor changed) -> ()",
     "gather_kv": (
         "(Tensor(a!) key, Tensor(b!) value, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
         f"Tensor seq_lens, Tensor seq_start_loc, *, {_SCALES}) -> ()"

@@ -119,6 +119,14 @@ def check_schedule_values(schedule: list[int], seq_lens: list[int], fixed_split:
             raise ArgumentError("schedule", wanted, f"a cut at row {row}, position {position}")
 
 
+def check_change_values(changed: list[list[int]], num_rows: int, num_columns: int) -> None:
+    """Every entry names a place of the table, or row −1, which is padding. O(C)."""
+    for index, (row, column, _) in enumerate(changed):
+        if row != -1 and not (0 <= row < num_rows and 0 <= column < num_columns):
+            wanted = f"rows below {num_rows} (or -1) and columns below {num_columns}"
+            raise ArgumentError("changed", wanted, f"row {row}, column {column} at entry {index}")
+
+
 def check_swap_values(pairs: list[list[int]], num_sources: int, num_targets: int) -> None:
     """Both blocks of a pair exist, and no destination is named twice. O(P)."""
     targets: set[int] = set()

@@ -1,0 +1,77 @@
+// Writing tokens into a quantised cache: each row finds its scale, becomes codes and goes to its slot in one pass.
+//
+// Fast: kRowLanes lanes a row (rows.cuh), which stays in registers between the maximum and the codes; 16 rows a block.
+// Plain, for any head dim, stride and dtype: a warp a row, read twice, the second time out of L1.
+// Bytes moved: 2 T K D numbers in, 2 T K (D + 4) out. In flight: 32 bytes a thread, 64 KB on an SM.
+// Budget: 48 registers (64 for head dims above 128), no shared memory, no spills.
+#pragma once
+#include "rows.cuh"
+#include "write.cuh"
+
+namespace kvpager::cuda {
+
+constexpr int kRowsPerBlock = kWriteThreads / kRowLanes;
+
+// grid (num_tokens, 2 K / kRowsPerBlock rounded up), block kWriteThreads
+template <class T, class C, int kChunks>
+__global__ void __launch_bounds__(kWriteThreads)
+    write_quantised_rows_kernel(QuantisedWriteParams<T, C> p, unsigned* errors) {
+  const int64_t token = blockIdx.x, slot = slot_of(p.slot_mapping, token, p.pool, errors);
+  if (slot < 0 || !scales_are_valid(p, errors)) return;
+  // In bounds: as in write_kv_kernel; rows K ... 2 K - 1 of a token are its values, later ones are none.
+  const int64_t block = slot / p.pool.block_size, offset = slot % p.pool.block_size, K = p.pool.num_kv_heads;
+  const int64_t row = int64_t{blockIdx.y} * kRowsPerBlock + threadIdx.x / kRowLanes;
+  const bool is_value = row >= K, exists = row < 2 * K;
+  const int64_t head = is_value ? row - K : row;
+  const Scales<float>& scales = is_value ? p.value_scale : p.key_scale;
+  const int half = static_cast<int>(p.pool.head_dim / 2);
+  RowPart<kChunks> part;
+  load_row(!exists ? nullptr : (is_value ? p.value : p.key).at(token, head), half, part);
+  C* target = !exists ? nullptr : (is_value ? p.value_cache : p.key_cache).at(block, head, offset);
+  write_codes(part, half, scales, exists ? scales.at(block, head, offset) : nullptr, target);
+}
+
+// One row [D] of a cache, by a warp. `number(d)` gives its elements, as often as asked.
+template <class C, class F>
+__device__ void write_codes(const F& number, int64_t D, const Scales<float>& scales, float* scale_target, C* codes) {
+  const int lane = threadIdx.x % 32;
+  float factor = 1.0f, scale = 0, top = 0, poison = 0;
+  bool bad = false;
+  if (scales.fixed) {
+    factor = 1.0f / *scales.data;
+  } else {
+    for (int64_t d = lane; d < D; d += 32) {
+      const float magnitude = fabsf(number(d));
+      top = magnitude > top ? magnitude : top;
+      poison += magnitude * 0.0f;  // 0 * inf and 0 * NaN are NaN
+    }
+    for (int width = 16; width > 0; width /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, top, width);
+      top = other > top ? other : top;
+      poison += __shfl_xor_sync(0xffffffffu, poison, width);
+    }
+    bad = poison != 0;
+    scale_of_row<C>(top, bad, factor, scale);
+    if (lane == 0) *scale_target = scale;
+  }
+  for (int64_t d = lane; d < D; d += 32) codes[d] = bad ? C{} : narrow<C>(number(d) * factor);
+}
+
+// grid (num_tokens, 2 K / warps of a block rounded up), block kWriteThreads
+template <class T, class C>
+__global__ void __launch_bounds__(kWriteThreads)
+    write_quantised_plainly_kernel(QuantisedWriteParams<T, C> p, unsigned* errors) {
+  const int64_t token = blockIdx.x, slot = slot_of(p.slot_mapping, token, p.pool, errors);
+  if (slot < 0 || !scales_are_valid(p, errors)) return;
+  const int64_t block = slot / p.pool.block_size, offset = slot % p.pool.block_size, K = p.pool.num_kv_heads;
+  const int64_t row = int64_t{blockIdx.y} * (kWriteThreads / 32) + threadIdx.x / 32;
+  if (row >= 2 * K) return;  // whole warps
+  const bool is_value = row >= K;
+  const int64_t head = is_value ? row - K : row;
+  const Scales<float>& scales = is_value ? p.value_scale : p.key_scale;
+  const T* source = (is_value ? p.value : p.key).at(token, head);
+  write_codes([&](int64_t d) { return widen(source[d]); }, p.pool.head_dim, scales, scales.at(block, head, offset),
+              (is_value ? p.value_cache : p.key_cache).at(block, head, offset));
+}
+
+}  // namespace kvpager::cuda
