@@ -1,4 +1,5 @@
-// Codes of a quantised cache to float16 pairs, four at a time: exact, since both kinds of codes fit its 11 bits.
+// Codes of a quantised cache to float16 pairs, four at a time: exact, since both kinds of codes fit its 11 bits. And
+// floats to codes, rounded as narrow() does.
 #pragma once
 #include "../numbers.h"
 #include "gpu.h"
@@ -34,6 +35,18 @@ __device__ __forceinline__ void f16_of_codes<fp8_e4m3>(uint32_t four, uint32_t& 
   pair_01 = f16x2_of_spread_e4m3(__byte_perm(four, 0, 0x1404));
   pair_23 = f16x2_of_spread_e4m3(__byte_perm(four, 0, 0x3424));
 #endif
+}
+
+// The code of two neighbouring numbers, the first in the low byte.
+template <class C>
+__device__ __forceinline__ uint32_t two_codes(float low, float high) {
+#if defined(KVPAGER_HAS_FP8_CONVERSION)
+  if constexpr (std::is_same_v<C, fp8_e4m3>) return e4m3x2_of_f32(low, high);
+#endif
+  const C codes[2] = {narrow<C>(low), narrow<C>(high)};
+  uint16_t two;
+  memcpy(&two, codes, sizeof two);
+  return two;
 }
 
 }  // namespace kvpager::cuda

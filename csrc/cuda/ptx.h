@@ -87,6 +87,14 @@ __device__ __forceinline__ uint32_t f16x2_of_e4m3x2(uint32_t two) {
   asm("{.reg .b16 codes; cvt.u16.u32 codes, %1; cvt.rn.f16x2.e4m3x2 %0, codes;}" : "=r"(wide) : "r"(two));
   return wide;
 }
+// Two floats to two e4m3 codes in the low 16 bits, `low` in the low byte: to nearest, ties to even, at most 448.
+__device__ __forceinline__ uint32_t e4m3x2_of_f32(float low, float high) {
+  uint32_t two;
+  asm("{.reg .b16 codes; cvt.rn.satfinite.e4m3x2.f32 codes, %1, %2; cvt.u32.u16 %0, codes;}"
+      : "=r"(two)
+      : "f"(high), "f"(low));
+  return two;
+}
 #endif
 
 // 2^x, log2 x and 1 / x to about 2^-22, flushing subnormals; 2^-inf = 0, log2 0 = -inf, 1 / inf = 0.

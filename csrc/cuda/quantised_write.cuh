@@ -3,7 +3,9 @@
 // Fast: kRowLanes lanes a row (rows.cuh), which stays in registers between the maximum and the codes; 16 rows a block.
 // Plain, for any head dim, stride and dtype: a warp a row, read twice, the second time out of L1.
 // Bytes moved: 2 T K D numbers in, 2 T K (D + 4) out. In flight: 32 bytes a thread, 64 KB on an SM.
-// Budget: 48 registers (64 for head dims above 128), no shared memory, no spills.
+// kChunks is 1 for head dims to 128, 2 to 256.
+// budget: kernel=write_quantised_rows_kernel registers=64 shared=0 spills=0 threads=128
+// budget: kernel=write_quantised_plainly_kernel registers=48 shared=0 spills=0 threads=128
 #pragma once
 #include "rows.cuh"
 #include "write.cuh"

@@ -7,7 +7,7 @@
 #pragma once
 #include <cfloat>
 
-#include "gpu.h"
+#include "convert.cuh"
 #include "units.h"
 
 namespace kvpager::cuda {
@@ -41,10 +41,18 @@ __device__ __forceinline__ void load_chunk(const T* source, float (&numbers)[kCh
 
 template <class T>
 __device__ __forceinline__ void store_chunk(T* target, const float (&numbers)[kChunk], float factor) {
-  Pack<T, kChunk> pack;
+  if constexpr (is_quantised<T>) {
+    Pack<uint16_t, kChunk / 2> pack;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) pack.at[i] = narrow<T>(numbers[i] * factor);
-  store_pack(target, pack);
+    for (int i = 0; i < kChunk; i += 2)
+      pack.at[i / 2] = static_cast<uint16_t>(two_codes<T>(numbers[i] * factor, numbers[i + 1] * factor));
+    store_pack(reinterpret_cast<uint16_t*>(target), pack);
+  } else {
+    Pack<T, kChunk> pack;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) pack.at[i] = narrow<T>(numbers[i] * factor);
+    store_pack(target, pack);
+  }
 }
 
 template <class T, int kChunks>

@@ -79,6 +79,7 @@ void copy_runs(const std::vector<CopyRun>& plan, const LaunchScope& scope) {
 
 namespace {
 
+// budget: kernel=take_errors_kernel registers=16 shared=0 spills=0
 // Moves the word into `word` [1] int64 and clears it, in stream order. One thread.
 __global__ void take_errors_kernel(unsigned* errors, int64_t* word) {
   if (threadIdx.x == 0) *word = atomicExch(errors, 0u);

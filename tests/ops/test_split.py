@@ -242,3 +242,41 @@ def test_gather_gives_back_what_was_written(kernels, make_case, dtype, layout):
     with pytest.raises(SlotError, match="block_tables"):
         ops.gather_kv(*caches, tables, case.seq_lens, layout=layout)
     assert not kernels.atomic or (key == 7).all()
+
+
+# --- changes of a table ----------------------------------------------------------------------------------------------
+
+
+@all_kernels
+def test_table_changes_are_written_and_padding_is_not(kernels):
+    generator = torch.Generator().manual_seed(0)
+    for num_changes in (0, 1, 5, 300):
+        memory = torch.arange(40 * 50, dtype=torch.int32).reshape(40, 50)
+        table = memory[::2, 1::3]  # [20, 17]
+        places = torch.randperm(20 * 17, generator=generator)[:num_changes]
+        changed = torch.stack([places // 17, places % 17, torch.arange(num_changes) - 1], 1).int()
+        changed[::4, 0] = -1
+        changed[::8, 1] = 2**31 - 1
+        wanted = memory.clone()
+        for row, column, block in changed.tolist():
+            if row >= 0:
+                wanted[::2, 1::3][row, column] = block
+        ops.update_tables(table, changed)
+        assert torch.equal(memory, wanted)
+
+
+@all_kernels
+@pytest.mark.parametrize("bad", [(-2, 0), (3, 0), (0, -1), (0, 4)])
+def test_a_change_outside_the_table_is_refused(kernels, bad):
+    table = torch.full((3, 4), 7, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="`changed`: wanted rows"):
+        ops.update_tables(table, torch.tensor([[1, 1, 5], [*bad, 6]], dtype=torch.int32))
+    assert (table == 7).sum() == (12 if kernels.atomic else 11)
+    for argument, tensors in (
+        ("block_tables", (table.long(), torch.zeros(1, 3).int())),
+        ("block_tables", (table[0], torch.zeros(1, 3).int())),
+        ("changed", (table, torch.zeros(1, 2).int())),
+        ("changed", (table, torch.zeros(1, 3).long())),
+    ):
+        with pytest.raises(ArgumentError, match=f"`{argument}`"):
+            ops.update_tables(*tensors)

@@ -29,7 +29,8 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
         poisoned = ~torch.isfinite(rows).all(-1)
         rows = rows.masked_fill(poisoned.unsqueeze(-1), 0.0)
         top = rows.abs().amax(-1).clamp(min=largest * torch.finfo(torch.float32).tiny)
-        factor, scales = (largest / top).unsqueeze(-1), (top / largest).masked_fill(poisoned, torch.nan)
+        # `largest / top` would round twice: it is the product with the reciprocal.
+        factor, scales = torch.div(largest, top).unsqueeze(-1), (top / largest).masked_fill(poisoned, torch.nan)
     else:
         factor, scales = 1.0 / scale, scale.expand(rows.shape[:-1])
     scaled = (rows * factor).clamp(-largest, largest)
