@@ -1,9 +1,9 @@
-"""Prefill, the shared prefix and the fused front end over quantised caches: every path reads and writes alike."""
+"""Prefill, shared prefix, fused front end and prefix cache over quantised caches: every path reads and writes alike."""
 
 import pytest
 import torch
 
-from kvpager import ops
+from kvpager import KVBlockManager, PagedKVCache, ops
 from kvpager.errors import ArgumentError
 
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -170,3 +170,38 @@ def test_scales_that_do_not_fit_are_named(kernels):
     with pytest.raises(ArgumentError, match="float32, float16 or bfloat16"):
         run(qkv=qkv.double(), **scales)
     assert all((cache == 0).all() for cache in caches)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_b087_a_prefix_hit_after_reuse_reads_its_own_scales(kernels, dtype):
+    """A's blocks are let go, one is evicted and refilled with large rows: the rest is found, and reads as it did."""
+    manager = KVBlockManager(4, 4, enable_prefix_caching=True)
+    cache = PagedKVCache(1, 4, 2, 4, 8, dtype=dtype)
+    rows = torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(0))
+    prompt = list(range(12))
+
+    def admit(sequence, token_ids, numbers):
+        """Tokens found, after the others were written and committed."""
+        found, slots = manager.admit(sequence, token_ids)
+        cache.write(0, numbers[found:], -numbers[found:], slots)
+        manager.commit(sequence, len(token_ids))
+        return found
+
+    def read(sequence):
+        return ops.gather_kv(
+            cache.key_cache[0], cache.value_cache[0],
+            manager.get_block_table_tensor([sequence]), manager.get_seq_lens_tensor([sequence]),
+            key_scale=cache.key_scale[0], value_scale=cache.value_scale[0],
+        )  # fmt: skip
+
+    assert admit(0, prompt, rows) == 0
+    written, table = read(0), manager.block_table(0)
+    manager.release_sequence(0)
+    assert admit(1, list(range(100, 108)), rows * 100) == 0
+    refilled = set(manager.block_table(1)) & set(table)
+    assert refilled == {table[2]}  # the fourth block was free, A's last goes first
+    manager.release_sequence(1)
+    assert admit(2, prompt, rows) == 8
+    assert manager.block_table(2)[:2] == table[:2]
+    assert all(torch.equal(*pair) for pair in zip(read(2), written, strict=True))
