@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data_plane.machine import Machine
 from kvpager import PagedKVCache, ops
+from kvpager.huge_pages import advise_huge_pages
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128
 DTYPES = {
@@ -107,7 +108,10 @@ def macs(lengths: list[int], group: int) -> int:
 def packed_sdpa(lengths: int, batch: int, group: int, dtype: torch.dtype) -> tuple[Callable[[], Tensor], int]:
     """torch's attention over contiguous K and V, the heads of a group packed as query rows: it has no pages."""
     shape = (batch, NUM_KV_HEADS, lengths, HEAD_DIM)
-    key, value = torch.full(shape, 0.01, dtype=dtype), torch.full(shape, 0.01, dtype=dtype)
+    key, value = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    for tensor in (key, value):
+        advise_huge_pages(tensor)  # as the pool has
+        tensor.fill_(0.01)
     query = torch.randn(batch, NUM_KV_HEADS, group, HEAD_DIM).to(dtype)
     scale = 1 / math.sqrt(HEAD_DIM)
     return (
