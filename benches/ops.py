@@ -15,6 +15,7 @@ What is timed, against what, and why (each is a table, `--only` names them):
 
 How to read it: medians of rounds; beside a fraction stand its smallest and largest. On a busy machine the limits and
 the kernel suffer alike, so trust fractions before times, and a narrow spread before both.
+The cores that other processes used during a table stand under it; above a tenth of one it says more about them.
 `--clock cpu` counts processor time in place of wall time, on every line alike (not for another process's).
 """
 
@@ -40,7 +41,8 @@ from data_plane.machine import Machine, cpu_seconds, wall_seconds
 from data_plane.roofline import plot, roofline
 from data_plane.sweep import sweep
 from data_plane.timing import alternate
-from peers.process import vllm_peer
+from neighbours import Neighbours
+from peers.process import Peer, vllm_peer
 
 TABLES = ("overhead", "roofline", "beside", "shapes", "ladder", "block_sizes")
 
@@ -96,32 +98,39 @@ def read_options() -> argparse.Namespace:
     return options
 
 
+def run_table(table: str, machine: Machine, options: argparse.Namespace, vllm: Peer | None) -> object:
+    """Measures and prints one table; what it returns is for machines."""
+    num_bytes, threads, rounds = int(options.gigabytes * 1e9), options.threads, options.rounds
+    if table == "overhead":
+        return overhead(machine, rounds)
+    if table == "roofline":
+        figures = roofline(machine, num_bytes, options.dtypes, threads, rounds)
+        if options.plot:
+            plot(figures, options.plot)
+        return [asdict(figure) for figure in figures]
+    if table == "beside":
+        return [asdict(case) for case in beside(machine, num_bytes, options.dtypes, threads, rounds, vllm)]
+    if table == "shapes":
+        return shapes(machine, num_bytes, max(threads), rounds)
+    if table == "ladder":
+        return ladder(machine, max(threads), rounds, options.flex)
+    return [asdict(row) for row in sweep(machine, num_bytes, max(threads), rounds)]
+
+
 def main() -> int:
     options = read_options()
     if options.isa:
         native.select_cpu_isa(options.isa)
-    num_bytes, threads, rounds = int(options.gigabytes * 1e9), options.threads, options.rounds
-    machine = Machine(num_bytes, cpu_seconds if options.clock == "cpu" else wall_seconds)
+    machine = Machine(int(options.gigabytes * 1e9), cpu_seconds if options.clock == "cpu" else wall_seconds)
     results: dict[str, object] = {
         "isa": native.active_cpu_isa(), "gigabytes": options.gigabytes, "clock": options.clock,
     }  # fmt: skip
-    if "overhead" in options.only:
-        results["overhead_us"] = overhead(machine, rounds)
-    if "roofline" in options.only:
-        figures = roofline(machine, num_bytes, options.dtypes, threads, rounds)
-        results["roofline"] = [asdict(figure) for figure in figures]
-        if options.plot:
-            plot(figures, options.plot)
-    if "beside" in options.only:
-        with vllm_peer(options.vllm_python, "vllm_attention.py") or nullcontext() as vllm:
-            cases = beside(machine, num_bytes, options.dtypes, threads, rounds, vllm)
-        results["beside"] = [asdict(case) for case in cases]
-    if "shapes" in options.only:
-        results["shapes_ms"] = shapes(machine, num_bytes, max(threads), rounds)
-    if "ladder" in options.only:
-        results["ladder_ms"] = ladder(machine, max(threads), rounds, options.flex)
-    if "block_sizes" in options.only:
-        results["block_sizes"] = [asdict(row) for row in sweep(machine, num_bytes, max(threads), rounds)]
+    peer = vllm_peer(options.vllm_python, "vllm_attention.py") if "beside" in options.only else None
+    with peer or nullcontext() as vllm:
+        for table in options.only:
+            with Neighbours(*([] if vllm is None else [vllm.pid])) as neighbours:
+                results[table] = run_table(table, machine, options, vllm)
+            print(f"  (others used {neighbours.cores:.2f} cores meanwhile)", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

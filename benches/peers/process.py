@@ -31,6 +31,7 @@ class Peer:
             env={**inherited, **(environment or {})},
         )  # fmt: skip
         self.about = self._reply()
+        self.pid = self._process.pid
 
     def ask(self, request: str, **arguments: Any) -> Any:
         """What the worker's function `request` returns."""

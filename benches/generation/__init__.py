@@ -1,0 +1,1 @@
+"""What benches/engine.py is made of."""
