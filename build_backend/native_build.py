@@ -38,7 +38,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "baseline": (),
         "avx2": _AVX2_FLAGS,
         "avx512": _AVX512_FLAGS,
-        "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
+        "avx512_bf16": (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
     },
 }
 # Such sources vectorise by hand. gcc 12 takes the intrinsics' undefined registers for mistakes.

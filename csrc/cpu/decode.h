@@ -15,10 +15,10 @@ inline int64_t partial_floats(int64_t num_heads, int64_t head_dim) { return num_
 
 inline Partial partial_at(float* data, int64_t num_heads) { return {data, data + num_heads, data + 2 * num_heads}; }
 
-// Working memory of attend_span, in floats: queries and sums of all heads, rows padded to the widest Pair.
+// Working memory of attend_span, in floats: for each head a query and sums, padded to the widest Pair, and two numbers.
 inline int64_t scratch_floats(int64_t num_heads, int64_t head_dim) {
   constexpr int64_t kWidestPair = 32;
-  return 2 * num_heads * ((head_dim + kWidestPair - 1) / kWidestPair * kWidestPair);
+  return 2 * num_heads * ((head_dim + kWidestPair - 1) / kWidestPair * kWidestPair + 1);
 }
 
 // Positions begin ... end - 1 of one sequence, all heads. Not empty; within the sequence's checked length.

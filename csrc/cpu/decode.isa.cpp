@@ -9,7 +9,7 @@
 // Weights times rows of V: a tile of the head dim stays in registers over the chunk. The online softmax rescales once a
 // chunk.
 #include "decode.h"
-#include "vec/vec.h"
+#include "decode_product.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 namespace {
@@ -85,6 +85,7 @@ void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<c
     }
   }
   weave(target, chunk.count, woven);
+  for (int64_t i = chunk.count; i < kChunk; ++i) woven[i] = 0;  // a NaN would spread over the chunk
 }
 
 // The rows to have in the cache next, as many as are worked on now: row i of `rows`, `offset` elements on.
@@ -102,147 +103,12 @@ KVPAGER_INLINE void prefetch(const C* at) {
   for (int64_t i = 0; i < kCount; i += kLine / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(at + i, 0, 2);
 }
 
-// How rows of K meet the query: one Pair of elements at a time. A prepared query has rows of `padded` floats' room.
-template <class C>
-struct Dot {
-  using Key = Pair;
-  template <class T>
-  static void prepare(const T* source, int64_t head_dim, float* target) {
-    for (int64_t d = 0; d < head_dim; d += kPair) {
-      float natural[kPair] = {};
-      for (int64_t i = 0; i < kPair && d + i < head_dim; ++i) natural[i] = widen(source[d + i]);
-      spread_pair<C>(natural, target + d);
-    }
-  }
-  static KVPAGER_INLINE Key load(const C* key) { return load_pair(key); }
-  static KVPAGER_INLINE Key load_partial(const C* key, int64_t count) { return load_pair_partial(key, count); }
-  static KVPAGER_INLINE Vec add(Vec sum, const float* query, Key key) {
-    return fma(key.second, KVPAGER_ISA::load(query + kWidth), fma(key.first, KVPAGER_ISA::load(query), sum));
-  }
+// Some query heads of one kv head and what they have gathered so far: rows of `padded` floats, or one number each.
+struct Heads {
+  const float *queries, *factors;                // what KeyProduct prepared
+  float *tops, *totals, *rounded_totals, *sums;  // rounded_totals: of the weights that values were multiplied by
+  int64_t padded;
 };
-
-#if defined(KVPAGER_HAS_BF16_DOT)
-// The query stays bfloat16: each Pair in the first half of the room of its floats.
-template <>
-struct Dot<bfloat16> {
-  using Key = Bf16Vec;
-  static void prepare(const bfloat16* source, int64_t head_dim, float* target) {
-    for (int64_t d = 0; d < head_dim; d += kPair) {
-      memset(target + d, 0, kPair * sizeof(float));
-      memcpy(target + d, source + d, least(kPair, head_dim - d) * sizeof(bfloat16));
-    }
-  }
-  static KVPAGER_INLINE Key load(const bfloat16* key) { return load_bf16(key); }
-  static KVPAGER_INLINE Key load_partial(const bfloat16* key, int64_t count) { return load_bf16_partial(key, count); }
-  static KVPAGER_INLINE Vec add(Vec sum, const float* query, Key key) {
-    return dot_bf16(sum, load_bf16(reinterpret_cast<const bfloat16*>(query)), key);
-  }
-};
-#endif
-
-// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to kMaxTokens - 1 columns past them get nonsense.
-template <class C, int G>
-void dot_rows(const float* query, int64_t padded, const Chunk<C>& chunk, int64_t offset, int64_t head_dim,
-              const Upcoming<C>& next, float* scores) {
-  constexpr int kTokens = G == 1 ? 8 : 4;  // enough sums to wait for, few enough for the registers
-  const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole;
-  for (int64_t i = 0; i < chunk.count; i += kTokens) {
-    Vec sums[G][kTokens];
-    const C *keys[kTokens], *upcoming[kTokens];
-#pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      keys[t] = chunk.keys[i + t] + offset;
-      upcoming[t] = next.row(i + t);
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sums[g][t] = zero();
-    }
-    const auto step = [&](int64_t d, const auto& load_key) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-      for (int t = 0; t < kTokens; ++t) {
-        const auto key = load_key(keys[t] + d);
-        if (d * static_cast<int64_t>(sizeof(C)) % kLine == 0) prefetch<kPair>(upcoming[t] + d);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) sums[g][t] = Dot<C>::add(sums[g][t], query + g * padded + d, key);
-      }
-    };
-    for (int64_t d = 0; d < whole; d += kPair) step(d, [](const C* key) { return Dot<C>::load(key); });
-    if (rest > 0) step(whole, [rest](const C* key) { return Dot<C>::load_partial(key, rest); });
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 2
-      for (int t = 0; t < kTokens; t += 4)
-        reduce_add4(sums[g][t], sums[g][t + 1], sums[g][t + 2], sums[g][t + 3], scores + g * kChunk + i + t);
-  }
-}
-
-// Scores of one head -> weights, relative to the largest logit so far; returns what the sums before shrink by.
-template <class T, class C>
-KVPAGER_INLINE float soften(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const float* key_scales,
-                            const float* value_scales, float* scores, float& top, float& total) {
-  for (int i = 0; i < chunk.count; i += kWidth) {
-    Vec logits = mul(load(scores + i), splat(p.scale));
-    if constexpr (is_quantised<C>) logits = mul(logits, load(key_scales + i));
-    if (p.softcap > 0) logits = mul(tanh(div(logits, splat(p.softcap))), splat(p.softcap));
-    store(scores + i, logits);
-  }
-  for (int64_t i = chunk.count; i % kWidth != 0; ++i) scores[i] = -INFINITY;
-  Vec tops = splat(top);
-  for (int i = 0; i < chunk.count; i += kWidth) tops = maximum(load(scores + i), tops);
-  const float new_top = reduce_max(tops);
-  if (new_top == -INFINITY) {  // every score overflowed to -inf: no weight, and -inf - -inf would be NaN
-    for (int i = 0; i < chunk.count; ++i) scores[i] = scores[i] == -INFINITY ? 0.0f : scores[i];
-    return 1.0f;
-  }
-  const float shrink = first_of(exp(splat(top - new_top)));  // exp(-inf) = 0 for the first chunk
-  Vec weight_sum = zero();
-  for (int i = 0; i < chunk.count; i += kWidth) {
-    Vec weights = exp(sub(load(scores + i), splat(new_top)));
-    weight_sum = add(weight_sum, weights);
-    if constexpr (is_quantised<C>) weights = mul(weights, load(value_scales + i));
-    store(scores + i, weights);
-  }
-  top = new_top;
-  total = total * shrink + reduce_add(weight_sum);
-  return shrink;
-}
-
-// sums[g] = sums[g] * shrink[g] + sum over tokens of weight * value, for kPairs Pairs of the head dim from d on; the
-// last one has `last` elements. Asks for the same part of the upcoming rows.
-template <class C, int G, int kPairs>
-KVPAGER_INLINE void add_values(const float* weights, const float* shrink, const Chunk<C>& chunk, int64_t offset,
-                               int64_t padded, int64_t d, int64_t last, const Upcoming<C>& next, float* sums) {
-  Pair tile[G][kPairs];
-#pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) {
-    const Vec factor = splat(shrink[g]);
-#pragma GCC unroll 4
-    for (int c = 0; c < kPairs; ++c) {
-      tile[g][c].first = mul(load(sums + g * padded + d + c * kPair), factor);
-      tile[g][c].second = mul(load(sums + g * padded + d + c * kPair + kWidth), factor);
-    }
-  }
-  for (int64_t i = 0; i < chunk.count; ++i) {
-    const C* value = chunk.values[i] + offset + d;
-    prefetch<kPairs * kPair>(next.row(i) + d);
-#pragma GCC unroll 4
-    for (int c = 0; c < kPairs; ++c) {
-      const Pair loaded = kPairs == 1 && last < kPair ? load_pair_partial(value, last) : load_pair(value + c * kPair);
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) {
-        const Vec weight = splat(weights[g * kChunk + i]);
-        tile[g][c].first = fma(weight, loaded.first, tile[g][c].first);
-        tile[g][c].second = fma(weight, loaded.second, tile[g][c].second);
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int g = 0; g < G; ++g)
-#pragma GCC unroll 4
-    for (int c = 0; c < kPairs; ++c) {
-      store(sums + g * padded + d + c * kPair, tile[g][c].first);
-      store(sums + g * padded + d + c * kPair + kWidth, tile[g][c].second);
-    }
-}
 
 // What is being worked on: one kv head of one chunk, K before V, and the K that comes next.
 template <class C>
@@ -253,36 +119,160 @@ struct Work {
   const float *key_scales, *value_scales;
 };
 
-// G query heads over one chunk of their kv head. `query` and `sums` are rows of `padded` floats.
+// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to kMaxTokens - 1 columns past them get nonsense.
 template <class T, class C, int G>
-void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const float* query, int64_t padded, float* tops,
-                  float* totals, float* sums) {
+void dot_rows(const Heads& heads, const Work<C>& work, int64_t head_dim, float* scores) {
+  using Product = KeyProduct<T, C>;
+  constexpr int kTokens = G == 1 ? 8 : 4;  // enough sums to wait for, few enough for the registers
+  const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole, padded = heads.padded;
+  const float* queries = heads.queries;
+  for (int64_t i = 0; i < work.chunk.count; i += kTokens) {
+    typename Product::Sum sums[G][kTokens];
+    const C *keys[kTokens], *upcoming[kTokens];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      keys[t] = work.chunk.keys[i + t] + work.key_offset;
+      upcoming[t] = work.values.row(i + t);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) sums[g][t] = Product::none();
+    }
+    const auto step = [&](int64_t d, const auto& load_key) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        const auto key = load_key(keys[t] + d);
+        if (d * static_cast<int64_t>(sizeof(C)) % kLine == 0) prefetch<kPair>(upcoming[t] + d);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) sums[g][t] = Product::add(sums[g][t], queries + g * padded + d, key);
+      }
+    };
+    for (int64_t d = 0; d < whole; d += kPair) step(d, [](const C* key) { return Product::load(key); });
+    if (rest > 0) step(whole, [rest](const C* key) { return Product::load_partial(key, rest); });
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+      for (int t = 0; t < kTokens; t += 4)
+        reduce_add4(Product::total(sums[g][t]), Product::total(sums[g][t + 1]), Product::total(sums[g][t + 2]),
+                    Product::total(sums[g][t + 3]), scores + g * kChunk + i + t);
+  }
+}
+
+// Scores -> weights, relative to the largest logit so far, as ValueProduct wants them; `shrink`: what the sums before
+// are to be multiplied by. All heads go through each stage together: one alone would wait for itself.
+template <class T, class C, int G>
+void soften(const AttentionParams<T, C>& p, const Heads& heads, const Work<C>& work, float* scores, float* shrink,
+            float* value_factors) {
+  const int64_t count = work.chunk.count, padded_count = (count + kPair - 1) / kPair * kPair;  // <= kChunk
+  Vec factors[G], bases[G], weight_sums[G];
+  for (int g = 0; g < G; ++g) factors[g] = splat(p.scale * heads.factors[g]);
+  for (int64_t i = 0; i < count; i += kWidth)
+    for (int g = 0; g < G; ++g) {
+      Vec logits = mul(load(scores + g * kChunk + i), factors[g]);
+      if constexpr (is_quantised<C>) logits = mul(logits, load(work.key_scales + i));
+      if (p.softcap > 0) logits = mul(tanh(div(logits, splat(p.softcap))), splat(p.softcap));
+      store(scores + g * kChunk + i, logits);
+    }
+  for (int g = 0; g < G; ++g) {
+    for (int64_t i = count; i < padded_count; ++i) scores[g * kChunk + i] = -INFINITY;
+    Vec tops = splat(heads.tops[g]);
+    for (int64_t i = 0; i < count; i += kWidth) tops = maximum(load(scores + g * kChunk + i), tops);
+    const float top = reduce_max(tops);
+    const float base =
+        top == -INFINITY ? 0.0f : top;  // every score overflowed: no weight, and -inf - -inf would be NaN
+    shrink[g] = heads.tops[g] - base;   // -inf for the first chunk: exp gives 0
+    heads.tops[g] = top;
+    bases[g] = splat(base);
+    weight_sums[g] = zero();
+  }
+  for (int64_t i = 0; i < padded_count; i += kWidth)
+    for (int g = 0; g < G; ++g) {
+      Vec weights = exp(sub(load(scores + g * kChunk + i), bases[g]));
+      weight_sums[g] = add(weight_sums[g], weights);
+      if constexpr (is_quantised<C>) weights = mul(weights, load(work.value_scales + i));
+      store(scores + g * kChunk + i, weights);
+    }
+  for (int g = 0; g < G; ++g) {
+    shrink[g] = first_of(exp(splat(shrink[g])));
+    heads.totals[g] = heads.totals[g] * shrink[g] + reduce_add(weight_sums[g]);
+    heads.rounded_totals[g] *= shrink[g];
+    value_factors[g] = ValueProduct<T, C>::prepare(scores + g * kChunk, padded_count, heads.rounded_totals[g]);
+  }
+}
+
+// For some of the head dim, kPairs Pairs from d on, the last one of `last` elements: sums = sums * shrink + sum over
+// tokens of weight * value. Asks for the same part of the upcoming rows.
+template <class T, class C, int G, int kPairs>
+KVPAGER_INLINE void add_values(const Heads& heads, const Work<C>& work, const float* weights, const float* shrink,
+                               const float* value_factors, int64_t d, int64_t last) {
+  using Product = ValueProduct<T, C>;
+  constexpr int64_t kTokens = Product::kTokens;
+  typename Product::Sum tile[2][G][kPairs];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int c = 0; c < kPairs; ++c) tile[0][g][c] = tile[1][g][c] = Product::none();
+  const auto step = [&](int64_t i, auto both) __attribute__((always_inline)) {
+    constexpr bool kBoth = decltype(both)::value;
+    const C *row = work.values.row(i) + d, *second = kBoth ? work.values.row(i + kTokens - 1) + d : nullptr;
+    prefetch<kPairs * kPair>(work.next_keys.row(i) + d);
+    if constexpr (kTokens > 1 && kBoth) prefetch<kPairs * kPair>(work.next_keys.row(i + 1) + d);
+#pragma GCC unroll 4
+    for (int c = 0; c < kPairs; ++c) {
+      const auto values = kPairs == 1 && last < kPair
+                              ? Product::template load<false, kBoth>(row, second, last)
+                              : Product::template load<true, kBoth>(row + c * kPair, second + c * kPair, kPair);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const Vec weight = Product::spread(weights + g * kChunk, i);
+        tile[0][g][c] = Product::add(tile[0][g][c], weight, values.first);
+        tile[1][g][c] = Product::add(tile[1][g][c], weight, values.second);
+      }
+    }
+  };
+  const int64_t count = work.chunk.count, whole = count / kTokens * kTokens;
+  for (int64_t i = 0; i < whole; i += kTokens) step(i, std::true_type{});
+  if (whole < count) step(whole, std::false_type{});
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+    const Vec factor = splat(shrink[g]), value_factor = splat(value_factors[g]);
+#pragma GCC unroll 4
+    for (int c = 0; c < kPairs; ++c)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        float* target = heads.sums + g * heads.padded + d + c * kPair + half * kWidth;
+        const Vec grown = Product::total(tile[half][g][c]);
+        store(target, Product::kScales ? fma(grown, value_factor, mul(load(target), factor))
+                                       : fma(load(target), factor, grown));
+      }
+  }
+}
+
+// G query heads over one chunk of their kv head.
+template <class T, class C, int G>
+void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const Heads& heads) {
   const int64_t D = p.pool.head_dim;
   alignas(64) float scores[G * kChunk];
-  float shrink[G];
-  dot_rows<C, G>(query, padded, work.chunk, work.key_offset, D, work.values, scores);
-  for (int g = 0; g < G; ++g)
-    shrink[g] = soften(p, work.chunk, work.key_scales, work.value_scales, scores + g * kChunk, tops[g], totals[g]);
+  float shrink[G], factors[G];
+  dot_rows<T, C, G>(heads, work, D, scores);
+  soften<T, C, G>(p, heads, work, scores, shrink, factors);
   constexpr int kTile = kNumRegisters >= 32 ? (G <= 2 ? 4 : 2) : (G == 1 ? 4 : 2);
   int64_t d = 0;
   for (; d + kTile * kPair <= D; d += kTile * kPair)
-    add_values<C, G, kTile>(scores, shrink, work.chunk, work.values.offset, padded, d, kPair, work.next_keys, sums);
-  for (; d < D; d += kPair)
-    add_values<C, G, 1>(scores, shrink, work.chunk, work.values.offset, padded, d, least(kPair, D - d), work.next_keys,
-                        sums);
+    add_values<T, C, G, kTile>(heads, work, scores, shrink, factors, d, kPair);
+  for (; d < D; d += kPair) add_values<T, C, G, 1>(heads, work, scores, shrink, factors, d, least(kPair, D - d));
 }
 
 }  // namespace
 
 template <class T, class C>
 void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratch, const Partial& result) {
+  using Values = ValueProduct<T, C>;
   const int64_t D = p.pool.head_dim, K = p.pool.num_kv_heads, H = p.num_heads, group = H / K;
-  const int64_t padded = (D + kPair - 1) / kPair * kPair;  // <= the padding of scratch_floats
-  float *query = scratch, *sums = scratch + H * padded;
+  const int64_t padded = (D + kPair - 1) / kPair * kPair;  // all within scratch_floats
+  float *queries = scratch, *sums = queries + H * padded, *factors = sums + H * padded, *rounded_totals = factors + H;
   for (int64_t head = 0; head < H; ++head) {
-    Dot<C>::prepare(p.query.at(span.row, head), D, query + head * padded);
+    factors[head] = KeyProduct<T, C>::prepare(p.query.at(span.row, head), D, queries + head * padded);
     result.tops[head] = -INFINITY;
-    result.totals[head] = 0;
+    result.totals[head] = rounded_totals[head] = 0;
   }
   memset(sums, 0, H * padded * sizeof(float));
   Chunk<C> chunks[2];  // the one being attended and the one after it, in turn
@@ -299,6 +289,10 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
       if constexpr (is_quantised<C>) {
         copy_scales(chunk, chunk.key_scales, p.key_scale, kv_head, key_scales);
         copy_scales(chunk, chunk.value_scales, p.value_scale, kv_head, value_scales);
+        for (int64_t run = 0; run < next.num_runs; ++run) {
+          prefetch<1>(next.key_scales[run] + next_head * p.key_scale.head_stride);
+          prefetch<1>(next.value_scales[run] + next_head * p.value_scale.head_stride);
+        }
       }
       Work<C> work{chunk,
                    kv_head * p.key_cache.head_stride,
@@ -308,28 +302,33 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
                    value_scales};
       for (int64_t g = 0; g < group;) {
         const int64_t head = kv_head * group + g, count = least(kGroup, group - g);
-        const auto run = [&](auto heads) {
-          attend_heads<T, C, decltype(heads)::value>(p, work, query + head * padded, padded, result.tops + head,
-                                                     result.totals + head, sums + head * padded);
-        };
+        const Heads heads{
+            queries + head * padded, factors + head, result.tops + head, result.totals + head, rounded_totals + head,
+            sums + head * padded,    padded};
+        const auto run = [&](auto size) { attend_heads<T, C, decltype(size)::value>(p, work, heads); };
         if constexpr (kGroup >= 4) {
           if (count == 4) run(std::integral_constant<int, 4>{});
           if (count == 3) run(std::integral_constant<int, 3>{});
         }
         if (count == 2) run(std::integral_constant<int, 2>{});
         if (count == 1) run(std::integral_constant<int, 1>{});
-        work.next_keys = {chunk.values, kv_head * p.value_cache.head_stride};  // asked for already: these are at hand
+        work.next_keys = work.values;  // asked for already: these are at hand
         g += count;
       }
     }
   }
 
-  for (int64_t head = 0; head < H; ++head)
+  for (int64_t head = 0; head < H; ++head) {
+    // The result is divided by the exact total.
+    const float correction =
+        Values::kRounds && rounded_totals[head] > 0 ? result.totals[head] / rounded_totals[head] : 1;
     for (int64_t d = 0; d < D; d += kPair) {
       float natural[kPair];
-      gather_pair<C>(sums + head * padded + d, natural);
+      for (int lane = 0; lane < kPair; ++lane)
+        natural[Values::place(lane)] = sums[head * padded + d + lane] * correction;
       memcpy(result.accs + head * D + d, natural, least(kPair, D - d) * sizeof(float));
     }
+  }
 }
 
 #define KVPAGER_INSTANTIATE(T, C) \

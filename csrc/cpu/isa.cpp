@@ -25,6 +25,7 @@ const char* missing_for(Isa isa) {
   KVPAGER_NEED("avx512dq");
   KVPAGER_NEED("avx512vl");
   if (isa == Isa::avx512) return nullptr;
+  KVPAGER_NEED("avx512vnni");
   KVPAGER_NEED("avx512bf16");
 #undef KVPAGER_NEED
   return nullptr;

@@ -205,3 +205,50 @@ def test_b087_a_prefix_hit_after_reuse_reads_its_own_scales(kernels, dtype):
     assert admit(2, prompt, rows) == 8
     assert manager.block_table(2)[:2] == table[:2]
     assert all(torch.equal(*pair) for pair in zip(read(2), written, strict=True))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("head_dim", [128, 16384])
+def test_sums_of_the_largest_codes_do_not_overflow(head_dim):
+    """All codes 127 and -127 under a query of ones, 64 tokens: the largest sums of products that integers can meet."""
+    caches = [torch.full((4, 1, S, head_dim), 127, dtype=torch.int8) for _ in range(2)]
+    caches[0][2:] = -127
+    scales = {"key_scale": torch.full((1,), 1 / 127), "value_scale": torch.full((1,), 1 / 127)}
+    query = torch.ones(1, 4, head_dim, dtype=torch.bfloat16)
+    table, length = torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32)
+    out, lse = ops.paged_attention(query, *caches, table, length, **scales, scale=1 / head_dim, return_lse=True)
+    torch.testing.assert_close(out, torch.ones_like(query), rtol=0, atol=0)
+    wanted = torch.tensor([1.0] * 32 + [-1.0] * 32).logsumexp(0).expand(1, 4)
+    torch.testing.assert_close(lse, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_query_that_is_no_number_poisons_its_own_head_only(bad):
+    caches, scales, _, table, generator = filled(torch.int8, rows=torch.bfloat16)
+    query = torch.randn(1, 6, 40, generator=generator).bfloat16()
+    length = torch.tensor([300], dtype=torch.int32)
+    clean = ops.paged_attention(query, *caches, table, length, **scales)
+    query[0, 1, 7] = bad
+    out = ops.paged_attention(query, *caches, table, length, **scales)
+    assert out[0, 1].isnan().all()
+    others = [0, 2, 3, 4, 5]
+    assert torch.equal(out[0, others], clean[0, others])
+
+
+@pytest.mark.usefixtures("isa")
+def test_weights_of_one_chunk_may_differ_by_any_factor():
+    """One token outweighs the rest by e^80, or its value scale by 10^6; D = 1."""
+    keys, values = torch.zeros(1, 1, S, 1, dtype=torch.int8), torch.full((1, 1, S, 1), 100, dtype=torch.int8)
+    keys[..., 3, :] = 127
+    table, length = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([S], dtype=torch.int32)
+    key_scale, value_scale = torch.full((1, 1, S), 1.0), torch.full((1, 1, S), 0.01)
+    for scale in (0.0, 80 / 127):
+        for factor in (1.0, 1e6):
+            value_scale[..., 3] = 0.01 * factor
+            query = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+            out = ops.paged_attention(
+                query, keys, values, table, length, key_scale=key_scale, value_scale=value_scale, scale=scale
+            )
+            weight = 1 / S if scale == 0 else 1.0
+            torch.testing.assert_close(out.item(), factor * weight + (1 - weight), rtol=0.004, atol=0)

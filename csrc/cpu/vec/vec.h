@@ -2,8 +2,7 @@
 //
 // `Vec` holds kWidth floats. `load(const T*)` widens kWidth elements of float, bfloat16, float16, int8_code or fp8_e4m3
 // in order, `load_partial(p, n)` the first n < kWidth of them with zeros behind, reading nothing past them. A `Pair` is
-// 2 * kWidth elements in the order that is cheapest to widen: that of `load_pair`, which `spread_pair<T>` gives to
-// floats in natural order and `gather_pair<T>` takes back. All lives in the set's own namespace (see ../isa.h).
+// 2 * kWidth elements in the order that is cheapest to widen: that of `load_pair`. All lives in the set's own namespace (see ../isa.h).
 #pragma once
 #include "../../numbers.h"
 
@@ -61,34 +60,6 @@ KVPAGER_INLINE Pair load_pair_partial(const T* source, int64_t count) {
   T padded[kPair] = {};
   memcpy(padded, source, count * sizeof(T));
   return load_pair(padded);
-}
-
-// kPair floats in natural order -> in the order of load_pair<T>.
-template <class T>
-KVPAGER_INLINE void spread_pair(const float* natural, float* spread) {
-  for (int i = 0; i < kWidth; ++i) {
-    if constexpr (std::is_same_v<T, bfloat16> && kHasBfloat16Pairs) {
-      spread[i] = natural[2 * i];
-      spread[kWidth + i] = natural[2 * i + 1];
-    } else {
-      spread[i] = natural[i];
-      spread[kWidth + i] = natural[kWidth + i];
-    }
-  }
-}
-
-// kPair floats in the order of load_pair<T> -> in natural order.
-template <class T>
-KVPAGER_INLINE void gather_pair(const float* spread, float* natural) {
-  for (int i = 0; i < kWidth; ++i) {
-    if constexpr (std::is_same_v<T, bfloat16> && kHasBfloat16Pairs) {
-      natural[2 * i] = spread[i];
-      natural[2 * i + 1] = spread[kWidth + i];
-    } else {
-      natural[i] = spread[i];
-      natural[kWidth + i] = spread[kWidth + i];
-    }
-  }
 }
 
 // e^x within 2 units in the last place for x <= 88; 0 below -87.3 (no subnormals), NaN for NaN.
