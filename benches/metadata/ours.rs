@@ -118,18 +118,18 @@ pub(crate) fn prompts(evicting: bool, prompts: &[Vec<u32>], meter: &mut Meter) {
     super::check_hits(num_hit_tokens);
 }
 
-/// A batch at 8k tokens: everything from the sequences' own tables with `append_batch`, `write_block_tables` and
+/// A batch at 8k tokens: everything from the sequences' own tables with `append_batch`, `copy_block_tables` and
 /// `write_seq_lens`; then what changed with `DecodeBatch::step`.
 pub(crate) fn decode(meter: &mut Meter) {
     let (mut manager, ids) = at_8k();
     let mut slots = Vec::with_capacity(BATCH);
-    let mut tables = vec![0_i32; BATCH * MAX_BLOCKS];
+    let mut tables = vec![0; BATCH * MAX_BLOCKS];
     let mut seq_lens = vec![0_i32; BATCH];
     meter.region(Row::DecodeRebuild, DECODE_STEPS, || {
         for _ in 0..DECODE_STEPS {
             slots.clear();
             manager.append_batch(&ids, None, &mut slots).expect("the pool is large enough");
-            manager.write_block_tables(&ids, MAX_BLOCKS, &mut tables).expect("they fit");
+            manager.copy_block_tables(&ids, MAX_BLOCKS, &mut tables).expect("they fit");
             manager.write_seq_lens(&ids, &mut seq_lens).expect("they fit");
             black_box((&tables, &seq_lens, &slots));
         }
