@@ -103,6 +103,48 @@ def lifecycle(convert: Convert, indexed: bool) -> dict[str, float]:
     return times | {"release": timed(BATCH, release)}
 
 
+def steps(convert: Convert, indexed: bool) -> dict[str, float]:
+    """The same with a batch that holds its buffers: a step takes no argument, a commit the ids of the tokens."""
+    manager = KVBlockManager(APPEND_POOL, BLOCK_SIZE, enable_prefix_caching=indexed)
+    for sequence_id in range(BATCH):
+        manager.create_sequence(sequence_id)
+    batch = batch_of_all(manager)
+    generated = np.random.default_rng(1).integers(0, 128_000, (NUM_STEPS, BATCH), dtype=np.int32)
+    told = [convert(row) for row in generated]
+
+    def step() -> None:
+        for _ in range(NUM_STEPS):
+            batch.step()
+
+    def step_indexed() -> None:
+        for token_ids in told:
+            batch.step()
+            batch.commit(None, token_ids)
+
+    return {"step_indexed": timed(NUM_STEPS, step_indexed)} if indexed else {"step": timed(NUM_STEPS, step)}
+
+
+def batch_of_all(manager: KVBlockManager) -> DecodeBatch[Any]:
+    """A batch of all sequences, over arrays."""
+
+    def buffers() -> BatchBuffers[Any]:
+        def int32(*shape: int) -> np.ndarray:
+            return np.zeros(shape, dtype=np.int32)
+
+        return BatchBuffers(
+            block_tables=int32(BATCH, MAX_BLOCKS),
+            seq_lens=int32(BATCH),
+            query_start_loc=int32(BATCH + 1),
+            slot_mapping=np.zeros(BATCH, dtype=np.int64),
+            changed=int32(BATCH + MAX_BLOCKS, 3),
+        )
+
+    batch = DecodeBatch(manager, buffers(), buffers())
+    for sequence_id in range(BATCH):
+        batch.add(sequence_id)
+    return batch
+
+
 def prompts(convert: Convert, evicting: bool) -> dict[str, float]:
     """Prompts of which the first half is shared: admitted, committed, and released at the end or behind a window."""
     draws = np.random.default_rng(2)
@@ -147,49 +189,34 @@ def rebuild(convert: Convert) -> dict[str, float]:
     tables, lengths = np.empty((BATCH, MAX_BLOCKS), dtype=np.int32), np.empty(BATCH, dtype=np.int32)
     outs = [torch.from_numpy(a) if convert is torch.from_numpy else a for a in (slots, tables, lengths)]
 
-    def steps() -> None:
+    def work() -> None:
         for _ in range(DECODE_STEPS):
             manager.slot_mapping_for_append(ids, out=outs[0])
             manager.get_block_table_tensor(ids, out=outs[1])
             manager.get_seq_lens_tensor(ids, out=outs[2])
 
-    return {"decode_rebuild": timed(DECODE_STEPS, steps)}
+    return {"decode_rebuild": timed(DECODE_STEPS, work)}
 
 
 def delta() -> dict[str, float]:
     """The arrays of a decode step, what changed alone: the batch holds its buffers, so there is one kind of call."""
-    manager = at_8k()
-
-    def buffers() -> BatchBuffers:
-        def int32(*shape: int) -> np.ndarray:
-            return np.zeros(shape, dtype=np.int32)
-
-        return BatchBuffers(
-            block_tables=int32(BATCH, MAX_BLOCKS),
-            seq_lens=int32(BATCH),
-            query_start_loc=int32(BATCH + 1),
-            slot_mapping=np.zeros(BATCH, dtype=np.int64),
-            changed=int32(BATCH + MAX_BLOCKS, 3),
-        )
-
-    batch = DecodeBatch(manager, buffers(), buffers())
-    for sequence_id in range(BATCH):
-        batch.add(sequence_id)
+    batch = batch_of_all(at_8k())
     batch.step()  # both sets
     batch.step()  # are written whole
 
-    def steps() -> None:
+    def work() -> None:
         for _ in range(DECODE_STEPS - 2):
             batch.step()
 
-    return {"decode_delta": timed(DECODE_STEPS - 2, steps)}
+    return {"decode_delta": timed(DECODE_STEPS - 2, work)}
 
 
 def one_turn(convert: Convert, kind: str) -> dict[str, float]:
     """Every row once."""
     times = lifecycle(convert, indexed=False) | lifecycle(convert, indexed=True)
-    times |= prompts(convert, evicting=False) | prompts(convert, evicting=True) | rebuild(convert)
-    return times | delta() if kind == "numpy" else times
+    times |= steps(convert, indexed=True) | prompts(convert, evicting=False) | prompts(convert, evicting=True)
+    times |= rebuild(convert)
+    return times | steps(convert, indexed=False) | delta() if kind == "numpy" else times
 
 
 def core_turn() -> dict[str, float]:
@@ -204,6 +231,8 @@ def core_turn() -> dict[str, float]:
 BARS = {
     "append": (1, 0.5),
     "append_indexed": (2, 1.0),
+    "step": (1, 0.5),
+    "step_indexed": (2, 1.0),
     "prompts_held": (3, 2.0),
     "prompts_evicting": (3, 2.0),
     "decode_delta": (1, 0.5),

@@ -15,11 +15,18 @@ __all__ = ["BatchStep", "BlockInfo", "DecodeBatch", "KVBlockManager", "PoolStats
 class _LendsNumpy(Protocol):
     """What lends its memory through numpy: a tensor on the CPU."""
 
-    def numpy(self) -> Buffer: ...
+    def numpy(self) -> object: ...
+
+@type_check_only
+class _Array(Protocol):
+    """A numpy array, which is a `Buffer` to type checkers from Python 3.12 on."""
+
+    @property
+    def __array_interface__(self) -> object: ...
 
 # Read: int32 or int64 in one dimension, or any iterable of ints, read once. Written: contiguous and writable.
 _Integers: TypeAlias = Buffer | _LendsNumpy | Iterable[SupportsIndex]
-_Memory: TypeAlias = Buffer | _LendsNumpy
+_Memory: TypeAlias = Buffer | _Array | _LendsNumpy
 # Media items of a prompt: (start, stop, key), sorted and disjoint.
 _Items: TypeAlias = Iterable[tuple[SupportsIndex, SupportsIndex, str]]
 
@@ -69,7 +76,6 @@ class KVBlockManager:
         sequence_id: SupportsIndex,
         token_ids: _Integers,
         out: _Memory,
-        *,
         num_new_tokens: SupportsIndex | None = None,
         salt: str | None = None,
         adapter: str | None = None,

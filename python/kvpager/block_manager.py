@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _Out = TypeVar("_Out", bound="Memory")
 _Slots = TypeVar("_Slots")
+_new_tuple: Any = tuple.__new__  # a NamedTuple without its own `__new__`, which is a Python function
 
 # A medium in a prompt: (start, stop, key). The placeholder tokens at positions start to stop - 1 stand for what `key`
 # names, an image for example; a digest of its content makes a good key.
@@ -159,27 +160,25 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(P + T).
         """
-        ids = lend("token_ids", token_ids)
-        if out is None:
-            import torch
+        if out is not None:
+            num_computed, _ = self.admit_into(
+                sequence_id, token_ids, out, num_new_tokens, salt, adapter, items, resumed
+            )
+            admission: Admission[Any] = _new_tuple(Admission, (num_computed, out))
+            return admission
+        import torch
 
-            room = num_values(ids)
-            if isinstance(num_new_tokens, int):
-                room = max(0, min(room, num_new_tokens))
-            if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
-                room = 0
-            slots = torch.empty(room, dtype=torch.int64)
+        ids = lend("token_ids", token_ids)
+        room = num_values(ids)
+        if isinstance(num_new_tokens, int):
+            room = max(0, min(room, num_new_tokens))
+        if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
+            room = 0
+        slots = torch.empty(room, dtype=torch.int64)
         num_computed, num_slots = self.admit_into(
-            sequence_id,
-            ids,
-            lend("out", slots if out is None else out),
-            num_new_tokens=num_new_tokens,
-            salt=salt,
-            adapter=adapter,
-            items=items,
-            resumed=resumed,
+            sequence_id, ids, slots, num_new_tokens, salt, adapter, items, resumed
         )
-        return Admission(num_computed, slots[:num_slots] if out is None else out)
+        return Admission(num_computed, slots[:num_slots])
 
     @overload
     def slot_mapping_for_append(
@@ -236,18 +235,22 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B + T); a crossing into Rust and no work in Python per row.
         """
-        ids = lend("ids", ids)
-        counts = None if counts is None else lend("counts", counts)
-        told = None if token_ids is None else lend("token_ids", token_ids)
         if out is not None:
             if device is not None:
                 refuse_device(device)
-            self.slot_mapping_into(ids, counts, lend("out", out), told)
+            self.slot_mapping_into(ids, counts, out, token_ids)
             return out
+        return self._append_to_new(ids, counts, token_ids, device)
+
+    def _append_to_new(self, ids: Any, counts: Any, token_ids: Any, device: "Device | None") -> object:
+        ids = lend("ids", ids)
+        counts = None if counts is None else lend("counts", counts)
         num_tokens = num_values(ids) if counts is None else sum_values(counts)
         if num_tokens > self.num_blocks * self.block_size:  # will be refused: no memory for it
             num_tokens = 0
-        return fill_new((num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots, told))
+        return fill_new(
+            (num_tokens,), "int64", device, lambda slots: self.slot_mapping_into(ids, counts, slots, token_ids)
+        )
 
     @overload
     def get_block_table_tensor(
@@ -282,14 +285,18 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B * M).
         """
-        ids = lend("ids", ids)
-        if out is not None:
+        if out is None:
+            return self._tables_in_new(ids, max_blocks, device)
+        if device is not None:
             refuse_device(device)
-            lent = lend("out", out)
-            if max_blocks is not None:
-                check_room(lent, num_values(ids), read_width(max_blocks, self.longest_table(ids)))
-            self.block_tables_into(ids, lent)
-            return out
+        if max_blocks is not None:
+            ids = lend("ids", ids)
+            check_room(lend("out", out), num_values(ids), read_width(max_blocks, self.longest_table(ids)))
+        self.block_tables_into(ids, out)
+        return out
+
+    def _tables_in_new(self, ids: Any, max_blocks: int | None, device: "Device | None") -> object:
+        ids = lend("ids", ids)
         while True:
             longest = self.longest_table(ids)
             width = longest if max_blocks is None else read_width(max_blocks, longest)
@@ -326,11 +333,15 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: O(B).
         """
-        ids = lend("ids", ids)
-        if out is not None:
+        if out is None:
+            return self._lengths_in_new(ids, device)
+        if device is not None:
             refuse_device(device)
-            self.seq_lens_into(ids, lend("out", out))
-            return out
+        self.seq_lens_into(ids, out)
+        return out
+
+    def _lengths_in_new(self, ids: Any, device: "Device | None") -> object:
+        ids = lend("ids", ids)
         return fill_new((num_values(ids),), "int32", device, lambda lengths: self.seq_lens_into(ids, lengths))
 
     @property

@@ -61,10 +61,10 @@ def fill_new(shape: tuple[int, ...], dtype: str, device: "Device | None", fill: 
 
     tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     if tensor.device.type == "cpu":
-        fill(tensor.numpy())
+        fill(tensor)
         return tensor
     host = torch.empty(shape, dtype=tensor.dtype)
-    fill(host.numpy())
+    fill(host)
     return tensor.copy_(host)
 
 

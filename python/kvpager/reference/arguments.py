@@ -134,6 +134,8 @@ def as_buffer(argument: str, value: Any) -> memoryview | None:
         return memoryview(value)
     except TypeError:
         return None
+    except ValueError as error:  # an array whose elements have no format
+        raise ArgumentError(argument, "a buffer of integers", f"{type(value).__name__} ({error})") from None
 
 
 def describe(value: Any) -> str:

@@ -131,7 +131,7 @@ impl DecodeBatch {
         if counts.is_none() && token_ids.is_none() {
             return self.run(py, None, None);
         }
-        self.manager.get().with_arrays(py, |arrays| {
+        self.manager.get().with_arrays(|arrays| {
             counts.map(|counts| arrays.read_counts(counts)).transpose()?;
             token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
             let counts = counts.is_some().then_some(arrays.counts.as_slice());
@@ -153,7 +153,7 @@ impl DecodeBatch {
         if ns.is_none() && token_ids.is_none() {
             return manager.call(py, 0, |manager| manager.commit_rows(self.batch, None, None));
         }
-        manager.with_arrays(py, |arrays| {
+        manager.with_arrays(|arrays| {
             ns.map(|ns| arrays.read_lengths(ns)).transpose()?;
             token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
             let ns = ns.is_some().then_some(arrays.counts.as_slice());

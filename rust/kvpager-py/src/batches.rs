@@ -3,9 +3,14 @@
 use kvpager_core::Error;
 use pyo3::prelude::*;
 
-use crate::buffers::{Arrays, Out};
+use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
+use crate::memory::as_block_ids;
+use crate::out::Out;
+
+/// A table entry is copied in the time that a sixteenth of an append takes.
+const ENTRIES_PER_TOKEN: usize = 16;
 
 /// Tokens that a batched append would append.
 fn count_tokens(arrays: &Arrays, has_counts: bool) -> PyResult<u64> {
@@ -33,7 +38,7 @@ impl KVBlockManager {
         out: &Bound<'_, PyAny>,
         token_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             counts.map(|counts| arrays.read_counts(counts)).transpose()?;
             token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
@@ -41,7 +46,7 @@ impl KVBlockManager {
             let Arrays { ids, counts: kept_counts, token_ids: kept_ids, slots, .. } = arrays;
             let counts = counts.is_some().then_some(kept_counts.as_slice());
             let token_ids = token_ids.is_some().then_some(kept_ids.as_slice());
-            let target = match Out::<i64>::open_exact(out, "int64", num_tokens) {
+            let target = match Out::open_exact(out, "int64", num_tokens) {
                 Ok(target) => target,
                 Err(about_out) => {
                     // What is wrong with the batch itself is said first.
@@ -49,12 +54,15 @@ impl KVBlockManager {
                     return Err(about_out);
                 }
             };
-            slots.clear();
-            self.call(py, num_tokens, |manager| match token_ids {
-                None => manager.append_batch(ids, counts, slots),
-                Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots),
-            })?;
-            target.fill(py, slots)
+            self.call_into(py, num_tokens, target, |manager, out| {
+                slots.clear();
+                match token_ids {
+                    None => manager.append_batch(ids, counts, slots)?,
+                    Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots)?,
+                }
+                out.copy_from_slice(slots);
+                Ok(())
+            })
         })
     }
 
@@ -68,7 +76,7 @@ impl KVBlockManager {
         token_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let py = ids.py();
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             arrays.read_lengths(ns)?;
             token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
@@ -82,7 +90,7 @@ impl KVBlockManager {
     /// How many slots `slot_mapping_into` would write for these arguments. O(ids).
     #[pyo3(signature = (ids, counts = None))]
     fn count_new_tokens(&self, ids: &Bound<'_, PyAny>, counts: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
-        self.with_arrays(ids.py(), |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             counts.map(|counts| arrays.read_counts(counts)).transpose()?;
             count_tokens(arrays, counts.is_some())
@@ -91,7 +99,7 @@ impl KVBlockManager {
 
     /// Entries of the longest block table among `ids`; 0 if there are none. O(ids).
     fn longest_table(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<usize> {
-        self.with_arrays(ids.py(), |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             let ids = &arrays.ids;
             self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))
@@ -105,42 +113,60 @@ impl KVBlockManager {
         ids: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        self.with_arrays(ids.py(), |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
-            let Arrays { ids, entries, .. } = arrays;
-            self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))?; // unknown ids are said first
+            let ids = &arrays.ids;
             let wanted = || format!("a writable, contiguous int32 buffer of {} rows on the CPU", ids.len());
-            let target = Out::<i32>::open(out, wanted)?;
-            let num_entries = target.len();
-            let rows_fit = match *target.shape() {
-                [num_rows, _] => num_rows == ids.len(),
-                _ => num_entries.is_multiple_of(ids.len()),
-            };
-            if !rows_fit {
-                return Err(argument_error("out", &wanted(), target.describe()));
-            }
-            let max_blocks = num_entries.checked_div(ids.len()).unwrap_or(0);
-            entries.resize(num_entries, 0);
-            self.call(py, num_entries as u64, |manager| {
-                let longest = manager.longest_table(ids)?;
-                if longest <= max_blocks {
-                    return manager.write_block_tables(ids, max_blocks, entries);
+            let target = Out::open(out, wanted).and_then(|target| {
+                let rows_fit = match target.rows_of_two() {
+                    Some(num_rows) => num_rows == ids.len(),
+                    None => target.len().is_multiple_of(ids.len()),
+                };
+                if rows_fit { Ok(target) } else { Err(argument_error("out", &wanted(), target.describe())) }
+            });
+            let target = match target {
+                Ok(target) => target,
+                Err(about_out) => {
+                    // Unknown ids are said first.
+                    self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))?;
+                    return Err(about_out);
                 }
-                let wanted = format!("room for {longest} blocks in a row, the longest table");
-                Err(Error::Argument { argument: "out", wanted, got: target.describe() })
+            };
+            let max_blocks = target.len().checked_div(ids.len()).unwrap_or(0);
+            let work = (target.len() / ENTRIES_PER_TOKEN) as u64;
+            let too_long = self.call_into(py, work, target, |manager, out| {
+                match manager.copy_block_tables(ids, max_blocks, as_block_ids(out)) {
+                    Err(Error::Argument { argument: "max_blocks", .. }) => {
+                        manager.longest_table(ids).map(Some)
+                    }
+                    written => written.map(|()| None),
+                }
             })?;
-            target.fill(py, entries)
+            let Some(longest) = too_long else { return Ok(()) };
+            let wanted = format!("room for {longest} blocks in a row, the longest table");
+            Err(argument_error("out", &wanted, Out::<i32>::open(out, || wanted.clone())?.describe()))
         })
     }
 
     /// Write the lengths of `ids` to `out`, a writable int32 buffer `[B]`. O(B).
     fn seq_lens_into(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_arrays(ids.py(), |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             let Arrays { ids, entries, .. } = arrays;
-            entries.resize(ids.len(), 0);
-            self.call(py, ids.len() as u64, |manager| manager.write_seq_lens(ids, entries))?;
-            Out::<i32>::open_exact(out, "int32", ids.len() as u64)?.fill(py, entries)
+            let work = ids.len() as u64;
+            let target = match Out::open_exact(out, "int32", work) {
+                Ok(target) => target,
+                Err(about_out) => {
+                    self.call(py, work, |manager| manager.longest_table(ids))?; // unknown ids are said first
+                    return Err(about_out);
+                }
+            };
+            self.call_into(py, work, target, |manager, out| {
+                entries.resize(ids.len(), 0);
+                manager.write_seq_lens(ids, entries)?;
+                out.copy_from_slice(entries);
+                Ok(())
+            })
         })
     }
 }

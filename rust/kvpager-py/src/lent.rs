@@ -1,83 +1,47 @@
 //! The two buffer sets that a batch writes for as long as it lives: checked once, so that a step opens nothing.
 
-use std::ptr::NonNull;
-
 use kvpager_core::{BatchBuffers, BatchShape};
 use pyo3::buffer::Element;
 use pyo3::prelude::*;
 
-use crate::buffers::Out;
+use crate::buffers::Held;
 use crate::failure::argument_error;
 
-/// One buffer of a set. `buffer` keeps its memory from being freed, moved or resized.
-struct Lent<T> {
-    buffer: Out<T>,
-    start: NonNull<T>,
-    len: usize,
-}
-
-// SAFETY: the pointer is only a cached address of `buffer`, which may be held and released from any thread; who reads
-// or writes through it keeps to the rule of `BufferSets::lend`.
-unsafe impl<T: Send> Send for Lent<T> {}
-// SAFETY: as above.
-unsafe impl<T: Sync> Sync for Lent<T> {}
-
-impl<T: Element> Lent<T> {
-    /// The attribute `name` of a set, of which `fits` likes the shape; `kind` says in words what is wanted.
-    fn open(
-        set: &Bound<'_, PyAny>,
-        name: &str,
-        kind: &str,
-        fits: impl FnOnce(&[usize]) -> bool,
-    ) -> PyResult<Self> {
-        let wanted = || format!("a writable, contiguous {kind} on the CPU");
-        let buffer = Out::<T>::open_named(name, &set.getattr(name)?, wanted)?;
-        if !fits(buffer.shape()) {
-            return Err(argument_error(name, &wanted(), buffer.describe()));
-        }
-        Ok(Self { start: buffer.start(), len: buffer.len(), buffer })
+/// The attribute `name` of a set, of which `fits` likes the shape; `kind` says in words what is wanted.
+fn open<T: Element>(
+    set: &Bound<'_, PyAny>,
+    name: &str,
+    kind: &str,
+    fits: impl FnOnce(&[usize]) -> bool,
+) -> PyResult<Held<T>> {
+    let wanted = || format!("a writable, contiguous {kind} on the CPU");
+    let buffer = Held::open(name, &set.getattr(name)?, wanted)?;
+    if !fits(buffer.shape()) {
+        return Err(argument_error(name, &wanted(), buffer.describe()));
     }
-
-    fn shape(&self) -> &[usize] {
-        self.buffer.shape()
-    }
-
-    /// First and last address, exclusive; `None` if it is empty.
-    fn span(&self) -> Option<(usize, usize)> {
-        let start = self.start.as_ptr() as usize;
-        (self.len > 0).then(|| (start, start + self.len * size_of::<T>()))
-    }
-
-    /// # Safety
-    /// No other slice over this buffer may exist meanwhile.
-    #[expect(clippy::mut_from_ref, reason = "the memory is the caller's, not a field")]
-    unsafe fn slice(&self) -> &mut [T] {
-        // SAFETY: `buffer` vouches for `len` aligned, initialised, writable values from `start` on (dangling if `len`
-        // is 0) for as long as it is held; the caller for exclusiveness.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
+    Ok(buffer)
 }
 
 /// One set: see [`BatchBuffers`].
 struct LentSet {
-    block_tables: Lent<i32>,
-    seq_lens: Lent<i32>,
-    query_start_loc: Lent<i32>,
-    slot_mapping: Lent<i64>,
-    changed: Lent<i32>,
+    block_tables: Held<i32>,
+    seq_lens: Held<i32>,
+    query_start_loc: Held<i32>,
+    slot_mapping: Held<i64>,
+    changed: Held<i32>,
 }
 
 impl LentSet {
     fn open(set: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let block_tables = Lent::open(set, "block_tables", "int32 buffer [B, M]", |shape| shape.len() == 2)?;
+        let block_tables = open(set, "block_tables", "int32 buffer [B, M]", |shape| shape.len() == 2)?;
         let num_rows = block_tables.shape()[0];
         Ok(Self {
-            seq_lens: Lent::open(set, "seq_lens", "int32 buffer [B]", |shape| shape == [num_rows])?,
-            query_start_loc: Lent::open(set, "query_start_loc", "int32 buffer [B+1]", |shape| {
+            seq_lens: open(set, "seq_lens", "int32 buffer [B]", |shape| shape == [num_rows])?,
+            query_start_loc: open(set, "query_start_loc", "int32 buffer [B+1]", |shape| {
                 shape == [num_rows + 1]
             })?,
-            slot_mapping: Lent::open(set, "slot_mapping", "int64 buffer [T]", |shape| shape.len() == 1)?,
-            changed: Lent::open(set, "changed", "int32 buffer [C, 3]", |shape| matches!(shape, [_, 3]))?,
+            slot_mapping: open(set, "slot_mapping", "int64 buffer [T]", |shape| shape.len() == 1)?,
+            changed: open(set, "changed", "int32 buffer [C, 3]", |shape| matches!(shape, [_, 3]))?,
             block_tables,
         })
     }
@@ -145,7 +109,7 @@ impl BufferSets {
         BatchShape {
             max_rows: set.block_tables.shape()[0],
             max_blocks: set.block_tables.shape()[1],
-            max_tokens: set.slot_mapping.len,
+            max_tokens: set.slot_mapping.len(),
             max_changes: set.changed.shape()[0],
         }
     }

@@ -3,13 +3,15 @@
 //! A thin layer: each method converts its arguments, calls the core under the manager's one lock, and maps the error to
 //! its class in `kvpager.errors`. It decides nothing about blocks.
 //!
-//! * `arguments` reads single integers, `buffers` reads and writes arrays (numpy, `array`, CPU tensors, lists);
+//! * `arguments` reads single integers, `arrays` many (numpy, `array`, CPU tensors, lists); `out` is where an answer goes;
+//!   both look into arrays and tensors in place (`memory`) and fall back to the buffer protocol (`buffers`);
 //! * `failure` maps every error of the core to its Python class, and a panic to one too;
 //! * `manager` is the class and its lock, `sequences`, `batches`, `prefix` and `figures` its methods, `prompt` what they
 //!   read of a prompt; `stats` and `info` are frozen answers;
 //! * `batch` is the class of a batch that writes into the caller's buffers, `lent` those buffers.
 
 mod arguments;
+mod arrays;
 mod batch;
 mod batches;
 mod buffers;
@@ -18,13 +20,15 @@ mod figures;
 mod info;
 mod lent;
 mod manager;
+mod memory;
+mod out;
 mod prefix;
 mod prompt;
 mod sequences;
 mod stats;
 
 /// The Rust half of kvpager: integers only. `kvpager.KVBlockManager` builds on it.
-#[pyo3::pymodule(name = "_core")]
+#[pyo3::pymodule(name = "_core", gil_used = true)] // `memory` counts on it
 mod module {
     #[pymodule_export]
     use crate::batch::{BatchStep, DecodeBatch};

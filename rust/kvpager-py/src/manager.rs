@@ -6,26 +6,21 @@
 //!
 //! Its methods stand beside it: `sequences`, `batches`, `prefix` and `figures`; each converts, calls and returns.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use kvpager_core::{BlockId, BlockManager, Config, Error, EvictionPolicy};
+use pyo3::buffer::Element;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::arguments::{read_config, read_natural, read_option, text};
-use crate::buffers::Arrays;
+use crate::arrays::Arrays;
 use crate::failure::{Failure, argument_error, config_error, guarded};
+use crate::out::Out;
 
 /// Above this many tokens, table entries or blocks a call lets other Python threads run meanwhile. Letting go of the
 /// interpreter and coming back costs about as much as 200 tokens; this many take some 5 µs.
 const LONG_WORK: u64 = 8192;
-
-/// What the lock protects.
-struct State {
-    manager: BlockManager,
-    /// Taken out by a batched call while it converts, so that a nested or parallel call makes its own.
-    arrays: Arrays,
-}
 
 /// The block manager in Rust: maps the tokens of many sequences to the blocks of one pool.
 ///
@@ -34,7 +29,9 @@ struct State {
 #[pyclass(frozen, subclass, module = "kvpager._core")]
 pub(crate) struct KVBlockManager {
     pub(crate) config: Config,
-    state: Mutex<State>,
+    manager: Mutex<BlockManager>,
+    /// Taken out by a batched call while it converts, so that a nested or parallel call makes its own.
+    arrays: Mutex<Option<Box<Arrays>>>,
 }
 
 impl KVBlockManager {
@@ -49,28 +46,54 @@ impl KVBlockManager {
         let answer = if work > LONG_WORK {
             py.detach(|| {
                 guarded(|| {
-                    let mut state = self.state.lock().map_err(|_| Failure::Poisoned)?;
-                    Ok(body(&mut state.manager)?)
+                    let mut manager = self.manager.lock().map_err(|_| Failure::Poisoned)?;
+                    Ok(body(&mut manager)?)
                 })
             })
         } else {
             guarded(|| {
-                let mut state = self.state.lock_py_attached(py).map_err(|_| Failure::Poisoned)?;
-                Ok(body(&mut state.manager)?)
+                let mut manager = self.manager.lock_py_attached(py).map_err(|_| Failure::Poisoned)?;
+                Ok(body(&mut manager)?)
             })
         };
         answer.map_err(PyErr::from)
     }
 
-    /// Runs a call that reads or writes arrays with the kept memory.
-    pub(crate) fn with_arrays<T>(
+    /// [`call`](Self::call) with an answer that `body` writes to `out` once nothing can fail any more.
+    ///
+    /// What was only looked at is written at once, while this thread keeps the interpreter and nobody else has the lock;
+    /// otherwise it is held first.
+    #[inline]
+    pub(crate) fn call_into<T: Element + Send + Sync, R: Send>(
         &self,
         py: Python<'_>,
-        body: impl FnOnce(&mut Arrays) -> PyResult<T>,
-    ) -> PyResult<T> {
-        let mut arrays = std::mem::take(&mut self.lock_state(py).arrays);
+        work: u64,
+        out: Out<'_, '_, T>,
+        body: impl FnOnce(&mut BlockManager, &mut [T]) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        if let Out::Seen(_, seen) = out
+            && work <= LONG_WORK
+            && let Ok(mut manager) = self.manager.try_lock()
+        {
+            // SAFETY: opened as an `out` of this type; no Python has run since, and none will before `body` is done.
+            // Under the lock nobody else here has a slice over the caller's memory.
+            let answer = guarded(move || Ok(body(&mut manager, unsafe { seen.slice_mut() })?));
+            return answer.map_err(PyErr::from);
+        }
+        let held = out.hold()?;
+        // SAFETY: under the lock nobody else here has a slice over the caller's memory.
+        self.call(py, work, |manager| body(manager, unsafe { held.slice() }))
+    }
+
+    /// Runs a call that reads arrays with the kept memory.
+    #[inline]
+    pub(crate) fn with_arrays<T>(&self, body: impl FnOnce(&mut Arrays) -> PyResult<T>) -> PyResult<T> {
+        let kept = self.arrays.try_lock().ok().and_then(|mut kept| kept.take());
+        let mut arrays = kept.unwrap_or_default();
         let answer = body(&mut arrays);
-        self.lock_state(py).arrays = arrays;
+        if let Ok(mut kept) = self.arrays.try_lock() {
+            *kept = Some(arrays);
+        }
         answer
     }
 
@@ -81,11 +104,6 @@ impl KVBlockManager {
         let block = read_natural(block_id, "block_id", &wanted)?;
         let found = BlockId::try_from(block).ok().filter(|&block| block <= last);
         found.ok_or_else(|| argument_error("block_id", &wanted, block.to_string()))
-    }
-
-    /// The lock for the arrays only, which are cleared before each use: a poisoned one is as good.
-    fn lock_state(&self, py: Python<'_>) -> MutexGuard<'_, State> {
-        self.state.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -137,7 +155,7 @@ impl KVBlockManager {
             config = guarded(|| Ok(config.with_max_sequence_length(num_tokens)?))?;
         }
         let manager = guarded(|| Ok(BlockManager::new(config)?))?;
-        Ok(Self { config, state: Mutex::new(State { manager, arrays: Arrays::default() }) })
+        Ok(Self { config, manager: Mutex::new(manager), arrays: Mutex::default() })
     }
 }
 

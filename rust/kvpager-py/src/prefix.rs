@@ -4,9 +4,10 @@ use kvpager_core::Error;
 use pyo3::prelude::*;
 
 use crate::arguments::{COUNT, read_natural, read_sequence_id};
-use crate::buffers::{Arrays, Out};
+use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
+use crate::out::Out;
 use crate::prompt::Keys;
 
 #[pymethods]
@@ -15,7 +16,7 @@ impl KVBlockManager {
     /// all that remain) and write their slots to the front of `out`, a writable int64 buffer with room for them.
     /// Returns (computed tokens, slots written). One step or not at all. O(tokens + slots).
     #[pyo3(signature = (
-        sequence_id, token_ids, out, *, num_new_tokens = None, salt = None, adapter = None, items = None,
+        sequence_id, token_ids, out, num_new_tokens = None, salt = None, adapter = None, items = None,
         resumed = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
@@ -32,7 +33,7 @@ impl KVBlockManager {
         resumed: bool,
     ) -> PyResult<(u64, u64)> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let num_new_tokens =
                 num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
@@ -41,28 +42,35 @@ impl KVBlockManager {
             let (items, work) = (keys.items(), token_ids.len() as u64);
             let prompt = keys.prompt(token_ids, &items);
             let most = work.min(num_new_tokens.unwrap_or(work));
-            let target = Out::<i64>::open(out, || wanted_of_out(most));
-            let room = target.as_ref().map_or(0, Out::len) as u64;
-            slots.clear();
-            let admitted = self.call(py, work, |manager| {
+            let target = match Out::open(out, || wanted_of_out(most)) {
+                Ok(target) => target,
+                Err(about_out) => {
+                    // What is wrong with the prompt itself is said first.
+                    self.call(py, work, |manager| {
+                        manager.settle_admission(id, &prompt, num_new_tokens).map(drop)
+                    })?;
+                    return Err(about_out);
+                }
+            };
+            let admitted = self.call_into(py, work, target, |manager, out| {
                 // How many slots there are is known only after matching: looked at first where `out` may be too small.
-                if target.is_err() || room < most {
+                if (out.len() as u64) < most {
                     let planned = manager.settle_admission(id, &prompt, num_new_tokens)?;
-                    if target.is_err() || room < planned.num_slots {
+                    if (out.len() as u64) < planned.num_slots {
                         return Ok(Err(planned.num_slots));
                     }
                 }
-                manager.admit(id, &prompt, num_new_tokens, resumed, slots).map(Ok)
+                slots.clear();
+                let admission = manager.admit(id, &prompt, num_new_tokens, resumed, slots)?;
+                out[..slots.len()].copy_from_slice(slots);
+                Ok(Ok(admission))
             })?;
-            match (target, admitted) {
-                (Ok(target), Ok(admission)) => {
-                    target.fill_front(py, slots)?;
-                    Ok((admission.num_computed_tokens, admission.num_slots))
+            match admitted {
+                Ok(admission) => Ok((admission.num_computed_tokens, admission.num_slots)),
+                Err(num_slots) => {
+                    let wanted = wanted_of_out(num_slots);
+                    Err(argument_error("out", &wanted, Out::<i64>::open(out, || wanted.clone())?.describe()))
                 }
-                (Ok(target), Err(num_slots)) => {
-                    Err(argument_error("out", &wanted_of_out(num_slots), target.describe()))
-                }
-                (Err(about_out), _) => Err(about_out),
             }
         })
     }
@@ -85,7 +93,7 @@ impl KVBlockManager {
     ) -> PyResult<bool> {
         let _ = resumed; // the same arguments as `admit`; it makes no difference here
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let num_new_tokens =
                 num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
@@ -107,7 +115,7 @@ impl KVBlockManager {
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let token_ids = &arrays.token_ids;
             let keys = Keys::read(salt, adapter, items, token_ids.len())?;
@@ -127,7 +135,7 @@ impl KVBlockManager {
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let token_ids = &arrays.token_ids;
             let keys = Keys::read(salt, adapter, items, token_ids.len())?;

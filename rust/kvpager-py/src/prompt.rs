@@ -4,7 +4,7 @@ use kvpager_core::{Item, Prompt, TokenId};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::PyString;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::arguments::read_signed;
 use crate::failure::argument_error;
@@ -30,6 +30,8 @@ impl Keys {
         let (salt, adapter) = (text(salt, "salt")?, text(adapter, "adapter")?);
         let mut read = Vec::new();
         let mut behind = 0;
+        // Mostly there are none: the empty tuple needs no iterator.
+        let items = items.filter(|items| !items.cast_exact::<PyTuple>().is_ok_and(PyTupleMethods::is_empty));
         for item in items.map(PyAnyMethods::try_iter).transpose()?.into_iter().flatten() {
             let [start, stop, key] = read_triple(&item?)?;
             let (first, last) = (read_signed(&start, "items")?, read_signed(&stop, "items")?);

@@ -40,7 +40,7 @@ impl KVBlockManager {
         n: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<Slot>> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             let mut slots = Vec::new();
             if let Some(n) = arrays.read_count_or_token_ids(n)? {
                 self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?;
@@ -68,7 +68,7 @@ impl KVBlockManager {
         let Some(token_ids) = token_ids else {
             return self.call(py, 0, |manager| manager.commit(id, n));
         };
-        self.with_arrays(py, |arrays| {
+        self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let token_ids = &arrays.token_ids;
             self.call(py, token_ids.len() as u64, |manager| manager.commit_ids(id, n, token_ids))

@@ -1,0 +1,73 @@
+//! The caller's memory for an answer: looked at in place if it can be, held through its buffer if not.
+
+use pyo3::buffer::Element;
+use pyo3::prelude::*;
+
+use crate::buffers::Held;
+use crate::failure::argument_error;
+use crate::memory::{self, Seen};
+
+/// An `out`: writable, contiguous, on the CPU. From opening it until the answer is written no Python may run.
+pub(crate) enum Out<'a, 'py, T> {
+    /// Not held: true while this thread keeps the interpreter.
+    Seen(&'a Bound<'py, PyAny>, Seen),
+    /// Can be neither resized nor freed.
+    Held(Held<T>),
+}
+
+impl<'a, 'py, T: Element> Out<'a, 'py, T> {
+    /// Opens `out`; the caller of this function checks its size. `wanted` says what would have been accepted.
+    #[inline]
+    pub(crate) fn open(out: &'a Bound<'py, PyAny>, wanted: impl Fn() -> String) -> PyResult<Self> {
+        match memory::look(out) {
+            Some(seen) if seen.can_take::<T>() => Ok(Self::Seen(out, seen)),
+            _ => Held::open("out", out, wanted).map(Self::Held),
+        }
+    }
+
+    /// Opens `out` for exactly `num_elements` values; `kind` is their type in words.
+    #[inline]
+    pub(crate) fn open_exact(out: &'a Bound<'py, PyAny>, kind: &str, num_elements: u64) -> PyResult<Self> {
+        let wanted = || format!("a writable, contiguous {kind} buffer of {num_elements} elements on the CPU");
+        let target = Self::open(out, wanted)?;
+        if target.len() as u64 == num_elements {
+            return Ok(target);
+        }
+        Err(argument_error("out", &wanted(), target.describe()))
+    }
+
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Seen(_, seen) => seen.len(),
+            Self::Held(held) => held.len(),
+        }
+    }
+
+    /// Rows, if it has two dimensions.
+    pub(crate) fn rows_of_two(&self) -> Option<usize> {
+        match self {
+            Self::Seen(_, seen) => seen.rows_of_two(),
+            Self::Held(held) => <[usize; 2]>::try_from(held.shape()).ok().map(|[num_rows, _]| num_rows),
+        }
+    }
+
+    /// What it is, for a message.
+    pub(crate) fn describe(self) -> String {
+        self.hold().map_or_else(|error| error.to_string(), |held| held.describe())
+    }
+
+    /// Holds it, so that the interpreter may be let go of. What it had room for it has still.
+    pub(crate) fn hold(self) -> PyResult<Held<T>> {
+        let (out, seen) = match self {
+            Self::Seen(out, seen) => (out, seen),
+            Self::Held(held) => return Ok(held),
+        };
+        let wanted = || format!("a writable, contiguous buffer of {} elements on the CPU", seen.len());
+        let held = Held::open("out", out, wanted)?;
+        if held.len() == seen.len() {
+            return Ok(held);
+        }
+        Err(argument_error("out", &wanted(), held.describe())) // another thread has resized it
+    }
+}
