@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check lint format bench bench-ops bench-metadata \
+.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check lint format bench bench-ops bench-metadata equality \
 	instructions instructions-update soak build wheel docs clean
 
 help: ## list the targets
@@ -97,6 +97,10 @@ soak: SOAK_SECONDS ?= 600
 soak: $(BUILT) ## ten million random operations against the models
 	cargo test --release --locked --test model --test batch_model -- --nocapture
 	$(PY) tools/soak.py --seconds $(SOAK_SECONDS)
+
+equality: export KVPAGER_TOKENS ?= 20000
+equality: $(BUILT) ## so many float32 tokens of random schedules against their solo runs; every flip is printed
+	$(PY) -m pytest -q --timeout 3600 tests/engine/test_equality_float32.py
 
 build: $(BUILT) ## both libraries, in place
 

@@ -38,6 +38,7 @@ class AttentionMetadata:
         max_seq_len: upper bound of `seq_lens`.
         schedule: from `kvpager.ops.make_schedule`, for steps of one token a sequence; None lets the kernels cut.
         workspace: uint8 of `kvpager.ops.workspace_bytes`, zeroed once; None lets the kernels find room.
+        fixed_split: see `kvpager.ops.paged_attention`.
     """
 
     slot_mapping: Tensor
@@ -48,6 +49,7 @@ class AttentionMetadata:
     max_seq_len: int
     schedule: Tensor | None = None
     workspace: Tensor | None = None
+    fixed_split: int = 0
 
 
 class CacheShape(Protocol):
@@ -317,6 +319,7 @@ class PagedKVCache:
                 query_start_loc=None if is_decode else metadata.query_start_loc, scale=scale,
                 max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, window=window,
                 softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
+                fixed_split=metadata.fixed_split,
             )  # fmt: skip
             out = query.new_empty(query.shape)
             run(query, key_cache, value_cache, out, None)
@@ -333,6 +336,7 @@ class PagedKVCache:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
+                fixed_split=metadata.fixed_split,
                 schedule=metadata.schedule,
                 workspace=metadata.workspace,
                 key_scale=key_scale,

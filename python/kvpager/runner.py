@@ -103,6 +103,7 @@ class ModelRunner:
         block_manager: of that pool.
         decode_sizes: numbers of rows, ascending, to which a step that only decodes is padded; the batch's buffers must
             have room for them. Empty: steps are run as they are.
+        fixed_split: see `EngineConfig`.
     """
 
     def __init__(
@@ -112,11 +113,13 @@ class ModelRunner:
         block_manager: KVBlockManager,
         *,
         decode_sizes: Sequence[int] = (),
+        fixed_split: int = 0,
     ) -> None:
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
         self.decode_sizes = tuple(decode_sizes)
+        self.fixed_split = fixed_split
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -156,6 +159,7 @@ class ModelRunner:
             query_start_loc=found.query_start_loc[: B + 1],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            fixed_split=self.fixed_split,
         )
         hidden: Tensor = self.model(tensors.input_ids[:T], tensors.positions[:T], self.cache, metadata)  # [T, C]
         return hidden[: step.num_tokens]
@@ -204,6 +208,7 @@ class ModelRunner:
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
             max_query_len=max(counts),
             max_seq_len=int(seq_lens.max()),
+            fixed_split=self.fixed_split,
         )
         hidden = self.model(input_ids.to(self.device), positions.to(self.device), self.cache, metadata)  # [T, C]
         for sequence_id, length in zip(sequence_ids, seq_lens.tolist(), strict=True):

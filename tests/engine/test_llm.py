@@ -267,6 +267,9 @@ def test_settings_of_the_engine() -> None:
         LLM(num_blocks=8, max_num_seqs=8, max_num_batched_tokens=7)
     with pytest.raises(ConfigError, match="`watermark_blocks` is -1; it must be at least 0"):
         LLM(num_blocks=8, watermark_blocks=-1)
+    with pytest.raises(ConfigError, match="`fixed_split` is -1; it must be at least 0"):
+        LLM(num_blocks=8, fixed_split=-1)
+    assert LLM(num_blocks=8, fixed_split=32).runner.fixed_split == 32
     llm = LLM(num_blocks=8, block_size=4, max_model_len=9, enable_prefix_caching=False)
     with pytest.raises(SequenceTooLongError, match="10 positions, `max_model_len` is 9"):
         llm.generate([5, 6, 7], max_tokens=7)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpager import SamplingParams
 from kvpager.errors import ArgumentError, StateError
 from kvpager.sampling import SampledTokens, Sampler, choose, position_logprobs, request_seed
+from kvpager.sampling.floors import Scratch, floor_of_mass
 
 SCORES = torch.tensor([1.0, 5.0, 2.0, 4.5])
 
@@ -248,10 +249,31 @@ def test_filters_equal_a_sort(
     few, few_tokens = choose._highest(heights, 64)
     assert torch.equal(few, heights.sort(descending=True).values[:, :64])
     assert torch.equal(heights.gather(1, few_tokens), few)
-    floor = choose._floors(heights, few, filters, choose.Scratch())
+    floor = choose._floors(heights, few, filters, Scratch())
     for row in range(2):
         found = set((heights[row] >= floor[row]).nonzero()[:, 0].tolist())
         assert {t for t in found if torch.exp(heights[row, t]) > 0} == reference_set(scores[row], params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("levels", [2, 50, None])
+def test_a_floor_is_the_height_that_reaches_the_goal(dtype: torch.dtype, levels: int | None) -> None:
+    """By mass and by number, on rows that share heights or not; the lowest height where nothing reaches the goal."""
+    heights = -torch.rand(6, 700, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 4
+    heights = (heights if levels is None else heights.mul(levels / 4).round().div(levels / 4)).to(dtype)
+    heights[0] = heights[0, 0]  # all equal
+    heights[1, 3:] = -torch.inf
+    top = heights.amax(dim=-1)
+    ordered = heights.sort(dim=-1, descending=True).values
+    for masses in (None, heights.exp()):
+        rises = (ordered.exp() if masses is not None else torch.ones_like(ordered)).double().cumsum(dim=-1)
+        for part in (0.001, 0.3, 0.9, 0.99999, 1.1):
+            goals = rises[:, -1] * part
+            found = floor_of_mass(heights, masses, goals, top, Scratch())
+            place = (rises < goals[:, None] * (1 - 1e-6)).sum(dim=-1).clamp(max=699)
+            after = (rises < goals[:, None] * (1 + 1e-6)).sum(dim=-1).clamp(max=699)
+            expected = ordered.gather(1, torch.stack([place, after], dim=1))  # two where rounding decides
+            assert ((found[:, None] == expected).any(dim=1)).all()
 
 
 @pytest.mark.parametrize("wishes", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 300}, {"top_p": 0.9999}])

@@ -30,6 +30,8 @@ class EngineConfig:
             the pool.
         attention_backend: who computes attention: "auto" (kvpager's kernels wherever it has them), "native",
             "flashinfer", "flash_attn" or "reference".
+        fixed_split: cut the sequences of a decode's attention every so many tokens instead of where it suits the
+            threads; then a decode's scores are the same, bit for bit, whatever else is in its step. 0: cut freely.
     """
 
     device: str = "cpu"
@@ -44,6 +46,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     watermark_blocks: int | None = None
     attention_backend: str = "auto"
+    fixed_split: int = 0
 
     def __post_init__(self) -> None:
         supported = ("auto", *DTYPES, "float64")
@@ -53,8 +56,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` is {value}; it must be at least 1")
-        if self.watermark_blocks is not None and self.watermark_blocks < 0:
-            raise ConfigError(f"`watermark_blocks` is {self.watermark_blocks}; it must be at least 0")
+        for name in ("watermark_blocks", "fixed_split"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"`{name}` is {value}; it must be at least 0")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"`max_num_batched_tokens` is {self.max_num_batched_tokens}; it must be at least `max_num_seqs` "

@@ -42,7 +42,7 @@ def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:
     files.load(model, dtype=dtype, device=device)
     cache = _make_cache(model_config, config, dtype)
     manager = KVBlockManager(cache.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
-    return ModelRunner(model.eval(), cache, manager)
+    return ModelRunner(model.eval(), cache, manager, fixed_split=config.fixed_split)
 
 
 def _usable_device(name: str) -> torch.device:

@@ -3,23 +3,23 @@
 Scores are looked at as *heights*: (score − best of the row) / temperature, so at most 0; weights are exp(height). Then
 every filter is a *floor* below which nothing may be drawn: `min_p` is ln(min_p), `top_k` the k-th height, `top_p` the
 highest floor above which enough weight lies. The last two are read off the few greatest heights of a row (`_highest`),
-and where all that is left lies among them, the draw is made from these few. Rows that leave more get their floor by
-bisection over the values a float can have, and are drawn from whole. Either way the draw goes along the vocabulary, so
+and where all that is left lies among them, the draw is made from these few. Rows that leave more get their floor from
+`floors`, and are drawn from whole. Either way the draw goes along the vocabulary, so
 that scores that differ by rounding give draws that do.
 
 R rows, V vocabulary, K few. Cost: O(R · V): some six passes over [R, V], of which one is an exponential.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvpager.sampling.floors import Scratch, floor_of_mass, run_sums
+
 _RUN = 256  # scores whose best is found together, by a reduction that is fast
 _STRIDE = 32  # heights of a column of `_highest`
-_FEWEST, _MOST = 64, 256  # heights that count as few; beyond, bisection is cheaper
+_FEWEST, _MOST = 64, 256  # heights that count as few; beyond, `floors` is cheaper
 _COLDEST = 1e-30  # a lower temperature draws like this one, and would underflow in float32
 
 
@@ -43,21 +43,6 @@ class Filters:
     most_k: int
     any_p: bool
     any_min_p: bool
-
-
-class Scratch:
-    """Memory for two [R, V] intermediates, kept from step to step: fresh pages cost as much as a pass over them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, like: Tensor, num_rows: int) -> Tensor:
-        """An uninitialised [num_rows, V] of the dtype and device of `like` [·, V]; valid until it is taken again."""
-        kept = self._kept.get(name)
-        size = num_rows * like.shape[1]
-        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (like.dtype, like.device):
-            kept = self._kept[name] = like.new_empty(size)
-        return kept[:size].view(num_rows, like.shape[1])
 
 
 def best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,19 +104,19 @@ def _floors(heights: Tensor, few: Tensor, filters: Filters, scratch: Scratch) ->
     """The least height [R] that each row may draw; −inf where all may come."""
     floor = filters.min_p.log().to(heights.dtype)  # -inf where 0
     if filters.most_k:
-        floor = torch.maximum(floor, _floor_of_k(heights, few, filters.top_k))
+        floor = torch.maximum(floor, _floor_of_k(heights, few, filters.top_k, scratch))
     if filters.any_p:
         floor = torch.maximum(floor, _floor_of_p(heights, few, floor, filters.top_p, scratch))
     return floor
 
 
-def _floor_of_k(heights: Tensor, few: Tensor, top_k: Tensor) -> Tensor:
+def _floor_of_k(heights: Tensor, few: Tensor, top_k: Tensor, scratch: Scratch) -> Tensor:
     K, V = few.shape[1], heights.shape[1]
     floor = few.gather(1, (top_k.clamp(1, K) - 1)[:, None]).squeeze(1)
     beyond = _rows_where((top_k > K) & (top_k < V))
     if len(beyond):
-        wide, goals = heights[beyond], top_k[beyond]
-        floor[beyond] = _bisect(lambda floor: (wide >= floor[:, None]).sum(dim=-1) >= goals, wide)
+        rest, goals = _some(heights, beyond), top_k[beyond].double()
+        floor[beyond] = floor_of_mass(rest, None, goals, few[beyond, -1], scratch)
     return torch.where((top_k > 0) & (top_k < V), floor, -torch.inf)
 
 
@@ -142,18 +127,15 @@ def _floor_of_p(heights: Tensor, few: Tensor, floor: Tensor, top_p: Tensor, scra
     total = few_weights.masked_fill(few < floor[:, None], 0.0).sum(dim=-1)
     wide = _rows_where(~_is_settled(few, floor, heights.shape[1]) & (top_p < 1.0))
     if len(wide):
-        total[wide] = _sums(_above(heights, wide, floor, scratch)).sum(dim=-1)
+        total[wide] = run_sums(_above(heights, wide, floor, scratch)).sum(dim=-1)
     goals = top_p * total
     place = (few_weights.cumsum(dim=-1) < goals[:, None]).sum(dim=-1)
     found = few.gather(1, place.clamp(max=K - 1)[:, None]).squeeze(1)
     found = torch.where(top_p < 1.0, found, -torch.inf)
     beyond = _rows_where((place == K) & (top_p < 1.0))
     if len(beyond):
-        rest, wanted = heights[beyond], goals[beyond]
-        weights = _weights(rest, scratch)
-        found[beyond] = _bisect(
-            lambda floor: _sums(torch.where(rest >= floor[:, None], weights, 0.0)).sum(dim=-1) >= wanted, rest
-        )
+        rest = _some(heights, beyond)
+        found[beyond] = floor_of_mass(rest, _weights(rest, scratch), goals[beyond], few[beyond, -1], scratch)
     return found
 
 
@@ -172,10 +154,17 @@ def _weights(heights: Tensor, scratch: Scratch) -> Tensor:
 
 def _above(heights: Tensor, rows: Tensor, floor: Tensor, scratch: Scratch) -> Tensor:
     """Weights of some rows, 0 below the floor."""
-    if len(rows) < len(heights):
-        heights, floor = heights[rows], floor[rows]
+    heights, floor = _some(heights, rows), floor[rows]
     weights = _weights(heights, scratch)
-    return weights if bool(floor.isinf().all()) else torch.where(heights >= floor[:, None], weights, 0.0)
+    if not bool(floor.isinf().all()):
+        is_kept = scratch.take("kept masses", heights, len(heights))
+        weights.mul_(torch.ge(heights, floor[:, None], out=is_kept))  # as 1 and 0: vectorised, which a bool is not
+    return weights
+
+
+def _some(heights: Tensor, rows: Tensor) -> Tensor:
+    """Some rows, in order; no copy where they are all."""
+    return heights if len(rows) == len(heights) else heights[rows]
 
 
 def _highest(heights: Tensor, num_highest: int) -> tuple[Tensor, Tensor]:
@@ -212,28 +201,10 @@ def _draw_from_few(few: Tensor, few_tokens: Tensor, floor: Tensor, uniforms: Ten
     return few_tokens.gather(1, place).squeeze(1), _margin(start, target, end) / total
 
 
-def _bisect(is_enough: Callable[[Tensor], Tensor], heights: Tensor) -> Tensor:
-    """The highest floor for which `is_enough` holds, exactly: floats of one sign are ordered as their bits are.
-
-    Args:
-        is_enough: floors [r] → [r] bool, true from some floor down; −inf is taken to be enough.
-        heights: [r, V], for their dtype. 31 or 63 calls.
-    """
-    integers, bits = (torch.int32, 31) if heights.dtype == torch.float32 else (torch.int64, 63)
-    infinity = torch.tensor(math.inf, dtype=heights.dtype).view(integers).item()
-    deep = torch.full((len(heights),), int(infinity), dtype=integers, device=heights.device)  # bits of -floor
-    shallow = torch.full_like(deep, -1)  # never enough
-    for _ in range(bits):
-        middle = deep - (deep - shallow) // 2  # above `shallow` always: -1 is the bits of no number
-        enough = is_enough(-middle.view(heights.dtype))
-        deep, shallow = torch.where(enough, middle, deep), torch.where(enough, shallow, middle)
-    return -deep.view(heights.dtype)
-
-
 def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Token and margin by weights [R, V] that need not sum to 1: first the run that the draw falls into, then in it."""
     V = weights.shape[1]
-    sums = _sums(weights)
+    sums = run_sums(weights)
     rises = sums.cumsum(dim=-1)
     total = rises[:, -1]
     target = uniforms * total
@@ -250,16 +221,6 @@ def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def _margin(start: Tensor, target: Tensor, end: Tensor) -> Tensor:
     return torch.minimum(target - start, end - target).clamp(min=0.0)
-
-
-def _sums(weights: Tensor) -> Tensor:
-    """Sum of each run: [R, V] → [R, ⌈V / 256⌉] float64; the same for a row whatever rows are beside it."""
-    V = weights.shape[1]
-    whole = V // _RUN * _RUN
-    sums = weights[:, :whole].view(len(weights), -1, _RUN).sum(dim=-1)
-    if whole < V:
-        sums = torch.cat((sums, weights[:, whole:].sum(dim=-1, keepdim=True)), dim=1)
-    return sums.double()
 
 
 def _first_above(rises: Tensor, steps: Tensor, target: Tensor) -> Tensor:

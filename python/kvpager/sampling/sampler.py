@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvpager.errors import ArgumentError, StateError
-from kvpager.sampling.choose import Filters, Scratch, best, draw
+from kvpager.sampling.choose import Filters, best, draw
 from kvpager.sampling.edits import RowEdits, apply_edits
+from kvpager.sampling.floors import Scratch
 from kvpager.sampling.logprobs import PositionLogprobs, position_logprobs
 from kvpager.sampling.params import SamplingParams
 from kvpager.sampling.random import uniforms
