@@ -125,7 +125,7 @@ impl BlockManager {
         reserve_slots(slots, num_slots, "token_ids")?;
         let row = self.sequences.insert(sequence_id) as usize;
         let Self { config, pool, copies, sequences, matching, .. } = self;
-        let SequenceTable { rows, chains, spare, .. } = sequences;
+        let SequenceTable { rows, tables, chains, spare, .. } = sequences;
         let namespace = if config.prefix_caching() {
             encode_namespace(prompt.salt, prompt.adapter, &mut matching.bytes);
             pool.index.acquire_namespace(&matching.bytes)
@@ -142,13 +142,13 @@ impl BlockManager {
                 pool.cached.hit(block);
             }
         }
-        let sequence = &mut rows[row];
-        sequence.table.extend_from_slice(&matching.blocks);
+        let (sequence, table) = (&mut rows[row], &mut tables[row]);
+        table.extend_from_slice(sequence, &matching.blocks);
         sequence.length = num_computed_tokens;
         sequence.computed = num_computed_tokens;
         sequence.close_run();
         pool.look_at_victims(config.blocks_for(num_slots));
-        append_run(config, pool, copies, sequence, num_slots, slots);
+        append_run(config, pool, copies, (sequence, table), num_slots, slots);
         if config.prefix_caching() {
             if resumed {
                 self.hits.resumed += num_computed_tokens;

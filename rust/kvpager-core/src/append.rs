@@ -16,7 +16,7 @@ use crate::hash::Hash;
 use crate::index::Parent;
 use crate::manager::BlockManager;
 use crate::pool::{INDEXED, Pool};
-use crate::sequence::{LONGEST_RUN, Sequence, SequenceTable};
+use crate::sequence::{BlockTable, LONGEST_RUN, Sequence, SequenceTable};
 use crate::{BlockId, Config, Error, Result, SequenceId, Slot, TokenId};
 
 /// Memory of the batched calls, kept so that a step allocates nothing. Between calls `planned` is all zero and
@@ -92,16 +92,18 @@ impl BlockManager {
     #[inline]
     fn append_one(&mut self, row: u32) -> Result<Slot> {
         self.sequences.num_appends += 1;
-        let sequence = &mut self.sequences.rows[row as usize];
-        if sequence.length >= self.config.max_sequence_length() {
-            return Err(too_long(&self.config, sequence, sequence.length + 1));
+        let length = self.sequences.rows[row as usize].length;
+        if length >= self.config.max_sequence_length() {
+            return Err(too_long(&self.config, self.sequences.ids[row as usize], length + 1));
         }
+        let SequenceTable { rows, tables, .. } = &mut self.sequences;
+        let (sequence, table) = (&mut rows[row as usize], &mut tables[row as usize]);
         if sequence.open() == 0 {
-            let needed = demand(&self.config, &self.pool, sequence, 1);
+            let needed = demand(&self.config, &self.pool, sequence, table, 1);
             if needed > u64::from(self.pool.num_available()) {
                 return Err(self.pool.out_of_blocks(needed, None));
             }
-            open_tail(&self.config, &mut self.pool, &mut self.copies, sequence);
+            open_tail(&self.config, &mut self.pool, &mut self.copies, sequence, table);
         }
         Ok(sequence.advance(1))
     }
@@ -166,17 +168,18 @@ impl BlockManager {
 
     fn append_many(&mut self, row: u32, n: u64, slots: &mut Vec<Slot>, argument: &'static str) -> Result<()> {
         self.sequences.num_appends += 1;
-        let sequence = &mut self.sequences.rows[row as usize];
+        let SequenceTable { rows, tables, ids, .. } = &mut self.sequences;
+        let (sequence, table) = (&mut rows[row as usize], &mut tables[row as usize]);
         let length = sequence.length.saturating_add(n);
         if n > 0 && length > self.config.max_sequence_length() {
-            return Err(too_long(&self.config, sequence, length));
+            return Err(too_long(&self.config, ids[row as usize], length));
         }
-        let needed = demand(&self.config, &self.pool, sequence, n);
+        let needed = demand(&self.config, &self.pool, sequence, table, n);
         if needed > u64::from(self.pool.num_available()) {
             return Err(self.pool.out_of_blocks(needed, None));
         }
         reserve_slots(slots, n, argument)?;
-        append_run(&self.config, &mut self.pool, &mut self.copies, sequence, n, slots);
+        append_run(&self.config, &mut self.pool, &mut self.copies, (sequence, table), n, slots);
         Ok(())
     }
 
@@ -258,16 +261,16 @@ impl BlockManager {
         self.sequences.num_appends += 1;
 
         let Self { config, pool, copies, sequences, scratch, .. } = self;
-        let SequenceTable { rows, chains, .. } = sequences;
+        let SequenceTable { rows, tables, chains, .. } = sequences;
         // Ids are kept before the lengths move on.
         if let (Some(token_ids), None) = (token_ids, counts) {
             slots.extend(scratch.rows.iter().zip(token_ids).map(|(&row, &token_id)| {
                 let sequence = &mut rows[row as usize];
                 if sequence.open() == 0 {
-                    open_tail(config, pool, copies, sequence);
+                    open_tail(config, pool, copies, sequence, &mut tables[row as usize]);
                 }
                 let chain = &mut chains[row as usize];
-                close_direct(sequence, chain, &pool.index);
+                close_direct(sequence, &tables[row as usize], chain, &pool.index);
                 chain.append_one(sequence.length, token_id);
                 sequence.advance(1)
             }));
@@ -275,23 +278,24 @@ impl BlockManager {
             for (&row, &count) in scratch.rows.iter().zip(counts) {
                 let (of_row, rest) = token_ids.split_at(count as usize);
                 token_ids = rest;
-                let sequence = &mut rows[row as usize];
+                let (sequence, table) = (&mut rows[row as usize], &mut tables[row as usize]);
                 if count > 0 {
                     let chain = &mut chains[row as usize];
-                    close_direct(sequence, chain, &pool.index);
+                    close_direct(sequence, table, chain, &pool.index);
                     chain.append(sequence.length, of_row);
                 }
-                append_run(config, pool, copies, sequence, count, slots);
+                append_run(config, pool, copies, (sequence, table), count, slots);
             }
         } else if let Some(counts) = counts {
             for (&row, &count) in scratch.rows.iter().zip(counts) {
-                append_run(config, pool, copies, &mut rows[row as usize], count, slots);
+                let sequence = (&mut rows[row as usize], &mut tables[row as usize]);
+                append_run(config, pool, copies, sequence, count, slots);
             }
         } else {
             slots.extend(scratch.rows.iter().map(|&row| {
                 let sequence = &mut rows[row as usize];
                 if sequence.open() == 0 {
-                    open_tail(config, pool, copies, sequence);
+                    open_tail(config, pool, copies, sequence, &mut tables[row as usize]);
                 }
                 sequence.advance(1)
             }));
@@ -362,18 +366,24 @@ impl BlockManager {
 /// shared tail, or one with children in the index, for a copy, or finds that the tail is its own, which then leaves the
 /// index. The demand has been settled.
 #[inline]
-pub(crate) fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedger, sequence: &mut Sequence) {
+pub(crate) fn open_tail(
+    config: &Config,
+    pool: &mut Pool,
+    copies: &mut CopyLedger,
+    sequence: &mut Sequence,
+    table: &mut BlockTable,
+) {
     let block_size = config.block_size();
     // Mostly the tail is full: no division.
-    if sequence.table.len() as u64 * block_size == sequence.length {
-        return open_block(config, pool, sequence);
+    if table.len() as u64 * block_size == sequence.length {
+        return open_block(config, pool, sequence, table);
     }
-    let (last, offset) = (sequence.table.len() - 1, sequence.length % block_size);
-    let mut block = sequence.table[last];
+    let (last, offset) = (table.len() - 1, sequence.length % block_size);
+    let mut block = table[last];
     if pool.must_copy(block) {
         let copy = pool.take();
         // The old entry is replaced: the copy is not a further block of the sequence.
-        sequence.table.replace(last, copy);
+        table.replace(sequence, last, copy);
         copies.owe(pool, block, copy);
         pool.drop_ref(block);
         block = copy;
@@ -385,9 +395,9 @@ pub(crate) fn open_tail(config: &Config, pool: &mut Pool, copies: &mut CopyLedge
 
 /// Opens the next block of a sequence whose blocks are full.
 #[inline]
-fn open_block(config: &Config, pool: &mut Pool, sequence: &mut Sequence) {
+fn open_block(config: &Config, pool: &mut Pool, sequence: &mut Sequence, table: &mut BlockTable) {
     let block = pool.take();
-    sequence.table.push(block);
+    table.push(sequence, block);
     sequence.open_run(config.block_size(), config.slot(block, 0));
 }
 
@@ -397,20 +407,20 @@ pub(crate) fn append_run(
     config: &Config,
     pool: &mut Pool,
     copies: &mut CopyLedger,
-    sequence: &mut Sequence,
+    (sequence, table): (&mut Sequence, &mut BlockTable),
     num_tokens: u64,
     slots: &mut Vec<Slot>,
 ) {
     let mut remaining = num_tokens;
     if remaining > 0 && sequence.open() == 0 {
-        open_tail(config, pool, copies, sequence);
+        open_tail(config, pool, copies, sequence, table);
     }
     while remaining > 0 {
         if sequence.open() == 0 {
             if config.block_size() <= LONGEST_RUN {
-                open_block(config, pool, sequence);
+                open_block(config, pool, sequence, table);
             } else {
-                open_tail(config, pool, copies, sequence);
+                open_tail(config, pool, copies, sequence, table);
             }
         }
         let taken = remaining.min(sequence.open());

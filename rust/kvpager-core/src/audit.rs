@@ -6,7 +6,7 @@
 
 use crate::manager::BlockManager;
 use crate::pool::{FENCED, HELD, INDEXED, TAKEN};
-use crate::sequence::{LONGEST_RUN, Sequence, UNCHANGED, VACANT};
+use crate::sequence::{LONGEST_RUN, UNCHANGED, VACANT, View};
 use crate::{BlockId, SequenceId};
 
 /// Who holds each block, recounted; indexed by block, up to the watermark.
@@ -83,13 +83,15 @@ impl BlockManager {
             ));
         }
         for &row in &self.sequences.vacant {
-            if self.sequences.rows.get(row as usize).is_none_or(|sequence| sequence.id != VACANT) {
+            if self.sequences.ids.get(row as usize).is_none_or(|&id| id != VACANT) {
                 faults.push(format!("sequence table: row {row} is listed as vacant, but is not"));
             }
         }
         for (&id, &row) in &self.sequences.row_of {
-            match self.sequences.rows.get(row as usize) {
-                Some(sequence) if sequence.id == id => self.audit_sequence(sequence, recount, faults),
+            match self.sequences.ids.get(row as usize) {
+                Some(&found) if found == id => {
+                    self.audit_sequence(self.sequences.view(row), recount, faults);
+                }
                 _ => faults.push(format!("sequence {id}: its row {row} is not its own")),
             }
         }
@@ -104,9 +106,10 @@ impl BlockManager {
         }
     }
 
-    fn audit_sequence(&self, sequence: &Sequence, recount: &mut Recount, faults: &mut Vec<String>) {
-        let Sequence { id, length, slot_base, ref table, .. } = *sequence;
-        let (open, next_slot) = (sequence.open(), slot_base + length as crate::Slot);
+    fn audit_sequence(&self, sequence: View<'_>, recount: &mut Recount, faults: &mut Vec<String>) {
+        let View { id, table, .. } = sequence;
+        let (length, open) = (sequence.length, sequence.open());
+        let next_slot = sequence.slot_base + length as crate::Slot;
         let wanted = self.config.blocks_for(length);
         if table.len() as u64 != wanted {
             faults.push(format!(
@@ -114,7 +117,7 @@ impl BlockManager {
                 table.len()
             ));
         }
-        let changed_from = table.changed_from();
+        let changed_from = sequence.changed_from();
         if changed_from != UNCHANGED && changed_from as usize > table.len() {
             faults.push(format!(
                 "sequence {id}: marked from column {changed_from}, past its {} entries",
@@ -303,7 +306,9 @@ impl BlockManager {
         let mut ids: Vec<SequenceId> = self
             .sequences
             .iter()
-            .flat_map(|sequence| sequence.table.iter().filter(|&&entry| entry == block).map(|_| sequence.id))
+            .flat_map(|sequence| {
+                sequence.table.iter().filter(|&&entry| entry == block).map(move |_| sequence.id)
+            })
             .collect();
         ids.sort_unstable();
         let mut owners: Vec<String> = ids.iter().map(|id| format!("sequence {id}")).collect();
@@ -356,15 +361,16 @@ mod tests {
         assert!(!manager.invariants_ok());
     }
 
-    fn row(manager: &mut BlockManager, id: SequenceId) -> &mut Sequence {
+    fn replace(manager: &mut BlockManager, id: SequenceId, column: usize, block: BlockId) {
         let row = manager.sequences.find(id).unwrap() as usize;
-        &mut manager.sequences.rows[row]
+        let SequenceTable { rows, tables, .. } = &mut manager.sequences;
+        tables[row].replace(&mut rows[row], column, block);
     }
 
     #[test]
     fn double_owner() {
         let mut manager = sound();
-        row(&mut manager, 2).table.replace(0, 0);
+        replace(&mut manager, 2, 0, 0);
         assert_named(&manager, "block 0: double owner: ref count 1, but 2 holders (sequence 1, sequence 2)");
         assert_named(&manager, "block 2: wrong ref count: ref count 1, but 0 holders");
     }
@@ -415,7 +421,7 @@ mod tests {
     #[test]
     fn entries_outside_of_the_pool() {
         let mut manager = sound();
-        row(&mut manager, 1).table.replace(0, 77);
+        replace(&mut manager, 1, 0, 77);
         manager.pool.returned.push(5);
         assert_named(&manager, "sequence 1: entry 0 names block 77, never handed out");
         assert_named(&manager, "free list: block 5 was never handed out");
@@ -425,15 +431,14 @@ mod tests {
     fn open_run_over_a_shared_tail() {
         let mut manager = sound();
         manager.fork_sequence(1, 3, None).unwrap();
-        let sequence = row(&mut manager, 1);
-        sequence.open_run(2, 6);
+        manager.sequences.rows[0].open_run(2, 6);
         assert_named(&manager, "sequence 1: 2 positions open at slot 6, which its tail does not allow");
     }
 
     #[test]
     fn rows_and_ids_disagree() {
         let mut manager = sound();
-        row(&mut manager, 1).id = 5;
+        manager.sequences.ids[0] = 5;
         assert_named(&manager, "sequence 1: its row 0 is not its own");
         let mut manager = sound();
         manager.sequences.vacant.push(0);

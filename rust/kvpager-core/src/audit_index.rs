@@ -13,13 +13,12 @@ use crate::keys::{Interner, NO_KEY};
 use crate::links::List;
 use crate::manager::BlockManager;
 use crate::pool::{INDEXED, TAKEN};
-use crate::sequence::Sequence;
+use crate::sequence::View;
 
 impl BlockManager {
     pub(crate) fn audit_index(&self, faults: &mut Vec<String>) {
         for row in 0..self.sequences.rows.len() {
-            let (sequence, chain) = (&self.sequences.rows[row], &self.sequences.chains[row]);
-            self.audit_chain(sequence, chain, faults);
+            self.audit_chain(self.sequences.view(row as u32), &self.sequences.chains[row], faults);
         }
         self.audit_pins(faults);
         self.audit_fence_order(faults);
@@ -94,7 +93,7 @@ impl BlockManager {
     }
 
     /// A sequence's first blocks are the nodes of its own tokens; a node further on is a tail that was cut.
-    fn audit_chain(&self, sequence: &Sequence, chain: &Chain, faults: &mut Vec<String>) {
+    fn audit_chain(&self, sequence: View<'_>, chain: &Chain, faults: &mut Vec<String>) {
         let (id, block_size) = (sequence.id, self.config.block_size());
         if !self.config.prefix_caching() {
             return; // what is computed is not kept

@@ -180,7 +180,7 @@ impl Batch {
     /// The row shows something else than at the previous step: all of its table is new.
     fn renew(&mut self, row: usize, sequences: &mut SequenceTable) {
         self.is_new[row] = true;
-        sequences.rows[self.rows[row] as usize].table.mark(0);
+        sequences.rows[self.rows[row] as usize].mark(0);
     }
 }
 
@@ -323,7 +323,7 @@ impl BlockManager {
         let Some(&moved) = batch.rows.get(row) else { return Ok((row, None)) };
         places[moved as usize] = Some(place);
         batch.renew(row, &mut self.sequences);
-        Ok((row, Some(self.sequences.rows[moved as usize].id)))
+        Ok((row, Some(self.sequences.ids[moved as usize])))
     }
 
     /// Says that what the sets and the device's table show is unknown, as somebody wrote over them. Each set is written
@@ -379,7 +379,7 @@ impl BlockManager {
     /// ```
     pub fn batch_sequence_ids(&self, batch: BatchId) -> Result<Vec<SequenceId>> {
         let batch = &self.batches.all[self.batches.find(batch)?];
-        Ok(batch.rows.iter().map(|&row| self.sequences.rows[row as usize].id).collect())
+        Ok(batch.rows.iter().map(|&row| self.sequences.ids[row as usize]).collect())
     }
 
     /// Rows of a batch in use: `0..num_rows`. O(1).

@@ -10,7 +10,7 @@ use crate::admission::{check_token_ids, encode_kept_items};
 use crate::index::AHEAD;
 use crate::manager::BlockManager;
 use crate::pool::{INDEXED, Pool};
-use crate::sequence::{BlockTable, Sequence, SequenceTable};
+use crate::sequence::{BlockTable, Sequence, SequenceTable, View};
 use crate::{BlockId, Error, Result, SequenceId, TokenId};
 
 impl BlockManager {
@@ -157,7 +157,8 @@ impl BlockManager {
         if !self.config.prefix_caching() {
             return;
         }
-        let (sequence, chain) = self.sequences.row_mut(row);
+        let SequenceTable { rows, chains, .. } = &mut self.sequences;
+        let (sequence, chain) = (&mut rows[row as usize], &chains[row as usize]);
         let before = std::mem::replace(&mut sequence.computed, n);
         // Mostly no block that could enter became full: no division.
         if chain.has_filled(n, self.config.block_size()) {
@@ -168,8 +169,8 @@ impl BlockManager {
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
     pub(crate) fn index_full_blocks(&mut self, row: usize, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
-        let SequenceTable { rows, chains, spare, .. } = sequences;
-        let (chain, table) = (&mut chains[row], &mut rows[row].table);
+        let SequenceTable { rows, tables, chains, spare, .. } = sequences;
+        let (chain, table) = (&mut chains[row], &mut tables[row]);
         let block_size = config.block_size() as usize;
         // The block that the computed tokens ended in before must be the next to enter.
         let first = chain.num_indexed;
@@ -219,7 +220,7 @@ impl BlockManager {
                 Err(gap) => parent = pool.insert(gap, block, &parent, hash, token_ids, key),
                 Ok(same) => {
                     pool.index.item_keys.release(key);
-                    collapse(pool, table, logical, same);
+                    collapse(pool, &mut rows[row], table, logical, same);
                     parent = pool.index.parent(same);
                 }
             }
@@ -239,7 +240,7 @@ impl BlockManager {
 
     #[cold]
     fn out_of_range(&self, row: u32, computed: u64, n: u64, argument: &'static str) -> Error {
-        let Sequence { id, length, .. } = self.sequences.rows[row as usize];
+        let (id, length) = (self.sequences.ids[row as usize], self.sequences.rows[row as usize].length);
         let wanted = match (self.config.prefix_caching(), argument) {
             (true, "ns") => format!("{computed} to {length} tokens for sequence {id}"),
             (true, _) => format!("{computed} to {length} tokens"),
@@ -256,7 +257,7 @@ impl BlockManager {
         if self.copies.len() == 0 || !self.config.prefix_caching() {
             return Ok(());
         }
-        let Sequence { id, ref table, .. } = self.sequences.rows[row as usize];
+        let View { id, table, .. } = self.sequences.view(row);
         let computed = self.computed(row);
         let logical = (computed / self.config.block_size()) as usize;
         let waiting = |block: BlockId| Some((block, self.copies.source_of(block)?));
@@ -308,10 +309,16 @@ impl BlockManager {
 }
 
 /// The table is pointed at the block that holds the same already, and its own goes back.
-pub(crate) fn collapse(pool: &mut Pool, table: &mut BlockTable, logical: usize, same: BlockId) {
+pub(crate) fn collapse(
+    pool: &mut Pool,
+    sequence: &mut Sequence,
+    table: &mut BlockTable,
+    logical: usize,
+    same: BlockId,
+) {
     let block = table[logical];
     pool.attach(same);
-    table.replace(logical, same);
+    table.replace(sequence, logical, same);
     pool.drop_ref(block);
 }
 

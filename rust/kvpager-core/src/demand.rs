@@ -9,7 +9,7 @@ use crate::append::Scratch;
 use crate::manager::BlockManager;
 use crate::pool::Pool;
 use crate::sequence::{Sequence, SequenceTable};
-use crate::{Config, Error, Result, TokenId};
+use crate::{BlockId, Config, Error, Result, SequenceId, TokenId};
 
 impl BlockManager {
     /// Settles the demand of the sequences in `scratch.rows`; returns how many slots they get.
@@ -46,7 +46,7 @@ impl BlockManager {
             let sequence = &sequences.rows[row as usize];
             let appends = counts.is_none_or(|counts| counts[at] > 0);
             if sequence.open() == 0 && appends && !sequence.length.is_multiple_of(config.block_size()) {
-                let tail = sequence.table[sequence.table.len() - 1];
+                let Some(&tail) = sequences.tables[row as usize].last() else { continue };
                 if pool.has_children(tail) {
                     pool.copy_first.push(tail);
                 }
@@ -70,7 +70,7 @@ impl BlockManager {
         match chain.first_conflict(position, token_ids) {
             None => Ok(()),
             Some((position, kept, got)) => {
-                let id = self.sequences.rows[row as usize].id;
+                let id = self.sequences.ids[row as usize];
                 let wanted = format!("{kept}, the prompt's id at position {position} of sequence {id}");
                 Err(Error::argument(argument, wanted, got))
             }
@@ -95,7 +95,7 @@ impl BlockManager {
         self.play(counts, |manager, row, length, count| {
             let length = length.saturating_add(count);
             if count > 0 && length > manager.config.max_sequence_length() {
-                return Err(too_long(&manager.config, &manager.sequences.rows[row as usize], length));
+                return Err(too_long(&manager.config, manager.sequences.ids[row as usize], length));
             }
             Ok(())
         })
@@ -145,7 +145,8 @@ impl BlockManager {
                 let length = sequence.length.saturating_add(*already);
                 if *already == 0 && !length.is_multiple_of(config.block_size()) {
                     // The first write into a tail that may be shared; later ones find it our own.
-                    let tail = sequence.table[sequence.table.len() - 1];
+                    let table = &sequences.tables[row as usize];
+                    let tail = table[table.len() - 1];
                     let ref_count = pool.ref_count(tail);
                     if pool.has_children(tail) {
                         needed = needed.saturating_add(1); // every holder copies it, the last one too
@@ -201,14 +202,20 @@ pub(crate) fn check_num_ids(num_tokens: u64, token_ids: &[TokenId]) -> Result<()
 
 /// The refusal of `num_tokens` in one sequence.
 #[cold]
-pub(crate) fn too_long(config: &Config, sequence: &Sequence, num_tokens: u64) -> Error {
-    let (id, most) = (sequence.id, config.max_sequence_length());
+pub(crate) fn too_long(config: &Config, id: SequenceId, num_tokens: u64) -> Error {
+    let most = config.max_sequence_length();
     let reason = format!("sequence {id}: {num_tokens} tokens, `max_sequence_length` is {most}");
     Error::SequenceTooLong { reason }
 }
 
 /// Blocks that appending `num_tokens` to one sequence takes, exactly.
-pub(crate) fn demand(config: &Config, pool: &Pool, sequence: &Sequence, num_tokens: u64) -> u64 {
+pub(crate) fn demand(
+    config: &Config,
+    pool: &Pool,
+    sequence: &Sequence,
+    table: &[BlockId],
+    num_tokens: u64,
+) -> u64 {
     let (length, open) = (sequence.length, sequence.open());
     if num_tokens <= open {
         return 0;
@@ -216,6 +223,6 @@ pub(crate) fn demand(config: &Config, pool: &Pool, sequence: &Sequence, num_toke
     let opened = config.blocks_for(length.saturating_add(num_tokens)) - config.blocks_for(length);
     let copied = open == 0
         && !length.is_multiple_of(config.block_size())
-        && sequence.table.last().is_some_and(|&tail| pool.must_copy(tail));
+        && table.last().is_some_and(|&tail| pool.must_copy(tail));
     opened.saturating_add(u64::from(copied))
 }

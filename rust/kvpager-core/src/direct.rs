@@ -22,7 +22,7 @@ use crate::index::{AHEAD, Index, Parent};
 use crate::keys::NO_KEY;
 use crate::manager::BlockManager;
 use crate::pool::{INDEXED, Pool};
-use crate::sequence::{Sequence, SequenceTable};
+use crate::sequence::{Sequence, SequenceTable, View};
 use crate::{BlockId, Config, Slot, TokenId};
 
 impl BlockManager {
@@ -37,15 +37,16 @@ impl BlockManager {
             return false;
         }
         filled.clear();
-        let SequenceTable { rows, chains, spare, .. } = sequences;
+        let SequenceTable { rows, tables, chains, spare, .. } = sequences;
         let mut num_done = 0;
         loop {
             let rest = (&batch[num_done..], &ns[num_done..], &token_ids[num_done..]);
             num_done += commit_direct(rows, &mut pool.index.tokens, rest);
             let Some(&row) = batch.get(num_done) else { break };
             let (sequence, chain) = (&mut rows[row as usize], &mut chains[row as usize]);
-            let (n, token_id) = (ns[num_done], token_ids[num_done]);
-            if !commit_one(config, sequence, chain, &mut pool.index, spare, n, token_id) {
+            let (n, table) = (ns[num_done], &tables[row as usize]);
+            let next = (n, token_ids[num_done]);
+            if !commit_one(config, sequence, table, chain, &mut pool.index, spare, next) {
                 break;
             }
             if chain.has_filled(n, config.block_size()) {
@@ -83,15 +84,16 @@ impl BlockManager {
     /// Leaves in `scratch.hashes` the hash of each row's block where its tokens lie with the index. Then what finding and
     /// entering them will touch is looked at, all in one go, so that the cache misses run side by side.
     fn hash_filled(&mut self, filled: &[(u32, u64)]) {
-        let Self { sequences: SequenceTable { rows, chains, .. }, pool: Pool { index, .. }, scratch, .. } =
-            self;
+        let Self {
+            sequences: SequenceTable { tables, chains, .. }, pool: Pool { index, .. }, scratch, ..
+        } = self;
         scratch.hashes.clear();
         scratch.hashes.extend(filled.iter().map(|&(row, n)| {
             let chain = &chains[row as usize];
             if chain.has_ids_past(n - 1) {
                 return None;
             }
-            let (parent, block) = next_node(index, chain, &rows[row as usize].table);
+            let (parent, block) = next_node(index, chain, &tables[row as usize]);
             Some((index.chain(&parent, index.tokens_of(block), [0, 0]), parent))
         }));
         let look_at = |seen, (hash, _): &(Hash, Parent)| seen ^ index.look_before_insert(*hash);
@@ -100,29 +102,30 @@ impl BlockManager {
 
     /// Indexes the block that a direct run has filled.
     fn index_direct(&mut self, row: usize, hash: Hash, parent: &Parent) {
-        let Self { config, sequences: SequenceTable { rows, chains, .. }, pool, .. } = self;
-        let (chain, table) = (&mut chains[row], &mut rows[row].table);
+        let Self { config, sequences: SequenceTable { rows, tables, chains, .. }, pool, .. } = self;
+        let (sequence, chain, table) = (&mut rows[row], &mut chains[row], &mut tables[row]);
         let block = table[chain.num_indexed];
         match pool.index.find(parent, hash, pool.index.tokens_of(block), NO_KEY) {
             Err(gap) => {
                 pool.insert_in_place(gap, block, parent, hash, NO_KEY);
             }
-            Ok(same) => collapse(pool, table, chain.num_indexed, same),
+            Ok(same) => collapse(pool, sequence, table, chain.num_indexed, same),
         }
         chain.pass_on(config.block_size());
-        table.is_direct = true; // the next block begins the same way
+        sequence.is_direct = true; // the next block begins the same way
     }
 
     /// See the module header.
     #[inline]
     pub(crate) fn close_direct(&mut self, row: u32) {
-        let (sequence, chain) = self.sequences.row_mut(row);
-        close_direct(sequence, chain, &self.pool.index);
+        let SequenceTable { rows, tables, chains, .. } = &mut self.sequences;
+        let row = row as usize;
+        close_direct(&mut rows[row], &tables[row], &mut chains[row], &self.pool.index);
     }
 
     /// What is wrong with a direct run, for the audit.
-    pub(crate) fn direct_fault(&self, sequence: &Sequence, chain: &Chain) -> Option<String> {
-        if !sequence.table.is_direct {
+    pub(crate) fn direct_fault(&self, sequence: View<'_>, chain: &Chain) -> Option<String> {
+        if !sequence.is_direct {
             return None;
         }
         let block_size = self.config.block_size();
@@ -159,7 +162,7 @@ fn commit_direct(
     for (at, ((&row, &n), &token_id)) in batch.iter().zip(ns).zip(token_ids).enumerate() {
         let sequence = &mut rows[row as usize];
         // With no open position left, this one may complete the block.
-        let goes_on = sequence.table.is_direct && sequence.open() > 0;
+        let goes_on = sequence.is_direct && sequence.open() > 0;
         if sequence.length != n || sequence.computed + 1 != n || !goes_on {
             return at;
         }
@@ -173,21 +176,21 @@ fn commit_direct(
 fn commit_one(
     config: &Config,
     sequence: &mut Sequence,
+    table: &[BlockId],
     chain: &mut Chain,
     index: &mut Index,
     spare: &mut SpareIds,
-    n: u64,
-    token_id: TokenId,
+    (n, token_id): (u64, TokenId),
 ) -> bool {
     if sequence.computed + 1 != n || n > sequence.length {
         return false;
     }
     let is_last = n == sequence.length;
-    if is_last && (sequence.table.is_direct || open_direct(config, sequence, chain, index, spare)) {
+    if is_last && (sequence.is_direct || open_direct(config, sequence, table, chain, index, spare)) {
         index.tokens[(sequence.slot_base + sequence.computed as Slot) as usize] = token_id;
-        sequence.table.is_direct = !chain.has_filled(n, config.block_size());
+        sequence.is_direct = !chain.has_filled(n, config.block_size());
     } else {
-        close_direct(sequence, chain, index);
+        close_direct(sequence, table, chain, index);
         if !chain.commit_next(sequence.computed, token_id) {
             return false;
         }
@@ -200,6 +203,7 @@ fn commit_one(
 fn open_direct(
     config: &Config,
     sequence: &mut Sequence,
+    table: &[BlockId],
     chain: &mut Chain,
     index: &mut Index,
     spare: &mut SpareIds,
@@ -211,7 +215,7 @@ fn open_direct(
     if !is_next || !is_whole || chain.is_stale || chain.items.is_some() {
         return false;
     }
-    let (tail, offset) = (sequence.table[chain.num_indexed], sequence.computed - start);
+    let (tail, offset) = (table[chain.num_indexed], sequence.computed - start);
     chain.hand_over(start, &mut index.tokens_mut(tail)[..offset as usize], spare);
     sequence.slot_base = config.slot(tail, offset) - sequence.computed as Slot;
     true
@@ -219,13 +223,13 @@ fn open_direct(
 
 /// Brings the ids of a direct run, if there is one, home to the chain.
 #[inline]
-pub(crate) fn close_direct(sequence: &mut Sequence, chain: &mut Chain, index: &Index) {
-    if sequence.table.is_direct {
+pub(crate) fn close_direct(sequence: &mut Sequence, table: &[BlockId], chain: &mut Chain, index: &Index) {
+    if sequence.is_direct {
         let num_ids = (sequence.computed - chain.base()) as usize;
         if num_ids > 0 {
-            chain.take_back(&index.tokens_of(sequence.table[chain.num_indexed])[..num_ids]);
+            chain.take_back(&index.tokens_of(table[chain.num_indexed])[..num_ids]);
         }
-        sequence.table.is_direct = false;
+        sequence.is_direct = false;
     }
 }
 
@@ -234,7 +238,7 @@ fn undo(sequence: &mut Sequence, chain: &mut Chain) {
     if chain.has_ids_past(sequence.computed - 1) {
         chain.uncommit_last();
     } else {
-        sequence.table.is_direct = true;
+        sequence.is_direct = true;
     }
     sequence.computed -= 1;
 }

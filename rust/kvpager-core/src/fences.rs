@@ -196,9 +196,9 @@ impl BlockManager {
             return;
         }
         self.pool.unindex_all();
-        let SequenceTable { rows, chains, .. } = &mut self.sequences;
-        for (sequence, chain) in rows.iter_mut().zip(chains) {
-            close_direct(sequence, chain, &self.pool.index);
+        let SequenceTable { rows, tables, chains, .. } = &mut self.sequences;
+        for ((sequence, table), chain) in rows.iter_mut().zip(tables).zip(chains) {
+            close_direct(sequence, table, chain, &self.pool.index);
             chain.num_indexed = 0;
             chain.is_stale |= sequence.length > 0;
         }

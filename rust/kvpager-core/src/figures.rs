@@ -104,7 +104,7 @@ impl BlockManager {
         let mut shared: FxHashMap<BlockId, u64> = FxHashMap::default();
         for sequence in self.sequences.iter() {
             let mut remaining = sequence.length;
-            for &block in &*sequence.table {
+            for &block in sequence.table {
                 let in_row = remaining.min(block_size);
                 remaining -= in_row;
                 let filled = if self.pool.has(block, INDEXED) { block_size } else { in_row };

@@ -28,6 +28,9 @@ pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Node>() + table::BYTES_PER_B
 /// Blocks that are hashed before the first of them is looked up.
 pub(crate) const AHEAD: usize = 64;
 
+/// Nodes that are made vacant at once where blocks have never been indexed.
+const GROWTH: usize = 64;
+
 /// Marks a parent that is a namespace, not a block (whose ids have 31 bits).
 const NAMESPACE: u32 = 1 << 31;
 
@@ -195,9 +198,20 @@ impl Index {
         })
     }
 
+    /// Makes room for the node of a block and some behind it.
+    #[cold]
+    fn grow(&mut self, at: usize) {
+        let len = (at + GROWTH).min(self.nodes.capacity());
+        self.nodes.resize(len.max(at + 1), Node::VACANT);
+    }
+
     /// Makes `block`, whose tokens are in their place, a node at a gap that [`find`](Self::find) has just found for the
     /// same content. A user of the key `key` is handed over with it.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "half of its cost would be the call, which hands everything through memory"
+    )]
+    #[inline(always)]
     pub(crate) fn insert(
         &mut self,
         gap: Gap,
@@ -215,12 +229,10 @@ impl Index {
         let id = self.next_id;
         self.next_id += 1;
         let node = Node { hash, id, parent_id: parent.id, parent_place: parent.place, num_children: 0, key };
-        if let Some(kept) = self.nodes.get_mut(at) {
-            *kept = node;
-        } else {
-            self.nodes.resize(at, Node::VACANT);
-            self.nodes.push(node);
+        if at >= self.nodes.len() {
+            self.grow(at);
         }
+        self.nodes[at] = node;
         self.table.insert(gap, hash, block);
         self.num_nodes += 1;
         Parent { hash, id, place: block }

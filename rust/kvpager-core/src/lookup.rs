@@ -3,7 +3,6 @@
 //! Costs: O(1) to find a sequence or a token, O(what is written) otherwise.
 
 use crate::append::reserve_slots;
-use crate::sequence::Sequence;
 use crate::{BlockId, BlockManager, Error, Result, SequenceId, Slot};
 
 impl BlockManager {
@@ -99,7 +98,7 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn block_table(&self, sequence_id: SequenceId) -> Result<&[BlockId]> {
-        self.sequences.get(sequence_id).map(|sequence| &*sequence.table)
+        self.sequences.get(sequence_id).map(|sequence| sequence.table)
     }
 
     /// The ids of all sequences, ascending. O(n log n).
@@ -135,17 +134,16 @@ impl BlockManager {
     pub fn longest_table(&self, ids: &[SequenceId]) -> Result<usize> {
         let mut longest = 0;
         for (at, &id) in ids.iter().enumerate() {
-            longest = longest.max(self.sequence_near(id, at)?.table.len());
+            longest = longest.max(self.sequences.tables[self.row_near(id, at)?].len());
         }
         Ok(longest)
     }
 
-    /// The sequence named at place `at` of a batch, looked for where the last batch found its own.
+    /// The row of the sequence named at place `at` of a batch, looked for where the last batch found its own.
     #[inline]
-    fn sequence_near(&self, sequence_id: SequenceId, at: usize) -> Result<&Sequence> {
+    fn row_near(&self, sequence_id: SequenceId, at: usize) -> Result<usize> {
         let guess = self.scratch.rows.get(at).copied().unwrap_or(u32::MAX);
-        let row = self.sequences.find_near(sequence_id, guess)?;
-        Ok(&self.sequences.rows[row as usize])
+        Ok(self.sequences.find_near(sequence_id, guess)? as usize)
     }
 
     /// Writes the tables of a batch into `out`, ids × `max_blocks` entries, row by row, each padded with −1.
@@ -168,9 +166,9 @@ impl BlockManager {
     pub fn write_block_tables(&self, ids: &[SequenceId], max_blocks: usize, out: &mut [i32]) -> Result<()> {
         self.check_tables(ids, max_blocks, out.len())?;
         for (at, (row, &id)) in out.chunks_exact_mut(max_blocks.max(1)).zip(ids).enumerate() {
-            let table = &self.sequence_near(id, at)?.table;
+            let table = &*self.sequences.tables[self.row_near(id, at)?];
             let (entries, padding) = row.split_at_mut(table.len());
-            for (entry, &block) in entries.iter_mut().zip(&**table) {
+            for (entry, &block) in entries.iter_mut().zip(table) {
                 *entry = block as i32;
             }
             padding.fill(-1);
@@ -202,7 +200,7 @@ impl BlockManager {
     ) -> Result<()> {
         self.check_tables(ids, max_blocks, out.len())?;
         for (at, (row, &id)) in out.chunks_exact_mut(max_blocks.max(1)).zip(ids).enumerate() {
-            let table = &self.sequence_near(id, at)?.table;
+            let table = &*self.sequences.tables[self.row_near(id, at)?];
             let (entries, padding) = row.split_at_mut(table.len());
             entries.copy_from_slice(table);
             padding.fill(BlockId::MAX);
@@ -245,7 +243,7 @@ impl BlockManager {
             return Err(Error::argument("out", format!("{} entries", ids.len()), out.len()));
         }
         for (at, (entry, &id)) in out.iter_mut().zip(ids).enumerate() {
-            let length = self.sequence_near(id, at)?.length;
+            let length = self.sequences.rows[self.row_near(id, at)?].length;
             *entry = i32::try_from(length).map_err(|_| {
                 Error::argument(
                     "ids",

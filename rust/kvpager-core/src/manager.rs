@@ -147,8 +147,8 @@ impl BlockManager {
         sequence.computed = sequence.computed.min(n);
         sequence.close_run(); // the new tail may be shared
         let (pool, block_size) = (&self.pool, self.config.block_size());
-        let SequenceTable { rows, chains, .. } = &mut self.sequences;
-        let table = &rows[row as usize].table;
+        let SequenceTable { tables, chains, .. } = &mut self.sequences;
+        let table = &tables[row as usize];
         chains[row as usize].truncate(n, block_size, || pool.index.tokens_of(table[table.len() - 1]));
         Ok(())
     }
@@ -187,23 +187,25 @@ impl BlockManager {
             return Err(Error::argument("num_tokens", format!("0 to {parent_length} tokens"), num_tokens));
         }
         let num_shared = self.config.blocks_for(num_tokens) as usize;
-        self.check_no_copy_owed(parent, &self.sequences.rows[parent_row].table[..num_shared])?;
+        self.check_no_copy_owed(parent, &self.sequences.tables[parent_row][..num_shared])?;
         self.check_all_computed(parent_row as u32, num_shared)?;
 
         self.close_direct(parent_row as u32);
         let child_row = self.sequences.insert(child) as usize;
-        let [source, sequence] = self.sequences.pair(parent_row, child_row);
-        source.close_run(); // its tail may be shared from now on
+        let SequenceTable { rows, tables, chains, .. } = &mut self.sequences;
+        rows[parent_row].close_run(); // its tail may be shared from now on
+        let sequence = &mut rows[child_row];
         sequence.length = num_tokens;
         sequence.computed = num_tokens;
         sequence.close_run();
-        sequence.table.extend_from_slice(&source.table[..num_shared]);
-        for &block in &*sequence.table {
+        let [source, table] = pair(tables, parent_row, child_row);
+        table.extend_from_slice(sequence, &source[..num_shared]);
+        for &block in &**table {
             self.pool.share(block);
         }
-        let [parent_chain, chain] = pair(&mut self.sequences.chains, parent_row, child_row);
+        let [parent_chain, chain] = pair(chains, parent_row, child_row);
         let index = &self.pool.index;
-        let cut = || index.tokens_of(self.sequences.rows[child_row].table[num_shared - 1]);
+        let cut = || index.tokens_of(table[num_shared - 1]);
         chain.fork_from(parent_chain, num_tokens, self.config.block_size(), cut);
         self.pool.index.namespaces.share(chain.namespace);
         Ok(())
@@ -335,7 +337,7 @@ impl BlockManager {
 
     /// With the index, a fork would read what is not written if a shared block held an uncommitted position.
     fn check_all_computed(&self, row: u32, num_shared: usize) -> Result<()> {
-        let sequence = &self.sequences.rows[row as usize];
+        let sequence = self.sequences.view(row);
         let computed = self.computed(row);
         let shared = (num_shared as u64).saturating_mul(self.config.block_size());
         if sequence.length.min(shared) <= computed {
@@ -354,7 +356,9 @@ impl BlockManager {
     /// a table never holds two untaken destinations, as only the tail is copied and no block behind an untaken
     /// destination can be shared.)
     fn give_back(&mut self, row: u32, keep: usize) {
-        let surplus = &self.sequences.rows[row as usize].table[keep..];
+        let SequenceTable { rows, tables, .. } = &mut self.sequences;
+        let table = &mut tables[row as usize];
+        let surplus = &table[keep..];
         if self.copies.len() > 0 {
             for &block in surplus {
                 self.copies.drop_into(&mut self.pool, block);
@@ -363,7 +367,7 @@ impl BlockManager {
         for &block in surplus.iter().rev() {
             self.pool.drop_ref(block);
         }
-        self.sequences.rows[row as usize].table.truncate(keep);
+        table.truncate(&mut rows[row as usize], keep);
     }
 }
 

@@ -16,7 +16,7 @@ impl BlockManager {
                 candidate.id == batch && candidate.rows.get(row as usize) == Some(&(sequence_row as u32))
             };
             if !self.batches.all.iter().any(shows) {
-                let id = self.sequences.rows.get(sequence_row).map_or(VACANT, |sequence| sequence.id);
+                let id = self.sequences.ids.get(sequence_row).copied().unwrap_or(VACANT);
                 faults.push(format!(
                     "sequence {id}: it has row {row} of batch {}, which does not show it",
                     batch.0
@@ -36,17 +36,16 @@ impl BlockManager {
             return;
         }
         for (row, &sequence_row) in batch.rows.iter().enumerate() {
-            let sequence =
-                self.sequences.rows.get(sequence_row as usize).filter(|sequence| sequence.id != VACANT);
-            let Some(sequence) = sequence else {
+            let id = self.sequences.ids.get(sequence_row as usize).copied().unwrap_or(VACANT);
+            if id == VACANT {
                 faults.push(format!("batch {name}: row {row} shows no sequence"));
                 continue;
-            };
-            let id = sequence.id;
+            }
+            let sequence = self.sequences.view(sequence_row);
             if self.batches.place(sequence_row) != Some(Place { batch: batch.id, row: row as u32 }) {
                 faults.push(format!("batch {name}: row {row} shows sequence {id}, which has another place"));
             }
-            let (mark, num_shown) = (sequence.table.changed_from(), batch.previous[row]);
+            let (mark, num_shown) = (sequence.changed_from(), batch.previous[row]);
             let sound = match mark {
                 UNCHANGED => !batch.is_new[row] && sequence.table.len() == num_shown as usize,
                 _ => mark == 0 || (!batch.is_new[row] && mark <= num_shown),
@@ -160,7 +159,7 @@ mod tests {
         let mut manager = sound();
         manager.append_tokens(7, 3, &mut Vec::new()).unwrap();
         assert_eq!(manager.check_invariants(), [""; 0]);
-        manager.sequences.rows[0].table.take_mark();
+        manager.sequences.rows[0].take_mark();
         assert_named(
             &manager,
             "batch 0: row 0 showed 1 blocks of sequence 7, which has 2 and no mark that says so",

@@ -4,7 +4,7 @@ use super::{Batch, BatchBuffers, BatchStep, Shown};
 use crate::append::open_tail;
 use crate::copies::CopyLedger;
 use crate::pool::Pool;
-use crate::sequence::{BlockTable, Sequence, SequenceTable, UNCHANGED};
+use crate::sequence::{Sequence, SequenceTable, UNCHANGED};
 use crate::{BlockId, Config};
 
 /// The list of a step's changes. Counts on where its memory ends.
@@ -64,8 +64,8 @@ impl Batch {
         for ((row, &sequence_row), length) in rows.iter().enumerate().zip(&mut *set.seq_lens) {
             let sequence = &mut sequences.rows[sequence_row as usize];
             *length = sequence.length as i32;
-            if sequence.table.changed_from() != UNCHANGED {
-                tables.show(row, &mut sequence.table);
+            if sequence.changed_from() != UNCHANGED {
+                tables.show(row, sequence, &sequences.tables[sequence_row as usize]);
             }
         }
         let num_changes = tables.end(rows.len(), set.seq_lens);
@@ -94,12 +94,12 @@ impl Batch {
             let Some(&sequence_row) = rows.get(row) else { break };
             let sequence = &mut sequences.rows[sequence_row as usize];
             if sequence.open() == 0 {
-                open_tail(config, pool, copies, sequence);
+                open_tail(config, pool, copies, sequence, &mut sequences.tables[sequence_row as usize]);
             }
             slots[row] = sequence.advance(1);
             lengths[row] = sequence.length as i32;
-            if sequence.table.changed_from() != UNCHANGED {
-                tables.show(row, &mut sequence.table);
+            if sequence.changed_from() != UNCHANGED {
+                tables.show(row, sequence, &sequences.tables[sequence_row as usize]);
             }
             row += 1;
         }
@@ -113,7 +113,7 @@ impl Batch {
         for &(row, from) in &self.missed {
             // A row that is gone is cleared with the others behind the last; a new one will be written whole.
             if let Some(&sequence_row) = self.rows.get(row as usize).filter(|_| !self.is_new[row as usize]) {
-                let table = &*sequences.rows[sequence_row as usize].table;
+                let table = &*sequences.tables[sequence_row as usize];
                 if from + 1 == table.len() as u32 && shown.num_blocks[row as usize] == from {
                     write_last(tables, self.shape.max_blocks, row as usize, table, shown);
                     continue;
@@ -170,7 +170,7 @@ impl Batch {
 fn append_open(sequences: &mut [Sequence], rows: &[u32], slots: &mut [i64], lengths: &mut [i32]) -> usize {
     for (at, ((&row, slot), length)) in rows.iter().zip(slots).zip(lengths).enumerate() {
         let sequence = &mut sequences[row as usize];
-        if sequence.open() == 0 || sequence.table.changed_from() != UNCHANGED {
+        if sequence.open() == 0 || sequence.changed_from() != UNCHANGED {
             return at;
         }
         *slot = sequence.advance(1);
@@ -204,9 +204,8 @@ struct Tables<'a> {
 impl Tables<'_> {
     /// Writes what is new in the table of a row, and lists it.
     #[inline]
-    fn show(&mut self, row: usize, table: &mut BlockTable) {
-        let from = table.take_mark() as usize;
-        let table = &**table;
+    fn show(&mut self, row: usize, sequence: &mut Sequence, table: &[BlockId]) {
+        let from = sequence.take_mark() as usize;
         let (max_blocks, changes) = (self.max_blocks, &mut self.changes);
         let num_shown = self.num_previous[row] as usize;
         self.num_previous[row] = table.len() as u32;

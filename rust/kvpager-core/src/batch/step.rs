@@ -192,7 +192,7 @@ impl BlockManager {
         for (at, &row) in batch.rows.iter().enumerate() {
             let num_tokens = grown(at, row);
             if num_tokens > longest {
-                let id = self.sequences.rows[row as usize].id;
+                let id = self.sequences.ids[row as usize];
                 return batch.check_fits(self.config.block_size(), id, num_tokens);
             }
         }
