@@ -292,7 +292,10 @@ impl BlockManager {
                 append_run(config, pool, copies, sequence, count, slots);
             }
         } else {
-            slots.extend(scratch.rows.iter().map(|&row| {
+            // A slice, and moved in, so that its bounds stay in registers.
+            let rows = &mut rows[..];
+            let pool = &mut *pool;
+            slots.extend(scratch.rows.iter().map(move |&row| {
                 let sequence = &mut rows[row as usize];
                 if sequence.open() == 0 {
                     open_tail(config, pool, copies, sequence, &mut tables[row as usize]);

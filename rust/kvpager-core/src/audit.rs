@@ -327,6 +327,7 @@ mod tests {
     use super::*;
     use crate::Config;
     use crate::copies::CopyLedger;
+    use crate::sequence::SequenceTable;
 
     /// Sequence 1 holds blocks 0 and 1, sequence 2 block 2; 4 was used and freed; a caller holds 3; 5 is fresh.
     fn sound() -> BlockManager {
@@ -414,7 +415,7 @@ mod tests {
     #[test]
     fn table_and_length_disagree() {
         let mut manager = sound();
-        row(&mut manager, 1).length = 9;
+        manager.sequences.rows[0].length = 9;
         assert_named(&manager, "sequence 1: 2 table entries, but 9 tokens fill 3");
     }
 
