@@ -113,6 +113,11 @@ struct AttentionParams {
   KVPAGER_HD int64_t first_visible(int64_t position) const {
     return window > 0 && position + 1 > window ? position + 1 - window : 0;
   }
+
+  // Of a sequence: its table is wide enough for it, and the caller's bound holds.
+  KVPAGER_HD bool length_is_valid(int64_t length) const {
+    return length >= 0 && length <= max_blocks * pool.block_size && length <= max_seq_len;
+  }
 };
 
 template <class T>

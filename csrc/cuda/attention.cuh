@@ -38,12 +38,6 @@ __device__ QueryPlace place_of(const AttentionParams<T, C>& p, int64_t token) {
   return {low, length, stop - start, length - (stop - token)};
 }
 
-// Of all rows, also of those that no query token belongs to.
-template <class T, class C>
-__device__ bool length_is_valid(const AttentionParams<T, C>& p, int64_t length) {
-  return length >= 0 && length <= p.max_blocks * p.pool.block_size && length <= p.max_seq_len;
-}
-
 // The whole start list, and the lengths beside it, are checked by the block of token 0 and head 0.
 template <class T, class C>
 __device__ void check_query_starts(const AttentionParams<T, C>& p, unsigned* errors) {
@@ -51,7 +45,7 @@ __device__ void check_query_starts(const AttentionParams<T, C>& p, unsigned* err
   for (int64_t row = threadIdx.x; row < p.num_sequences; row += kThreads) {
     const int64_t query_len = int64_t{p.query_start_loc[row + 1]} - p.query_start_loc[row];
     const int64_t length = p.seq_lens[row];
-    if (!length_is_valid(p, length)) {
+    if (!p.length_is_valid(length)) {
       report(errors, kSeqLens);
     } else if (query_len < 0 || query_len > p.max_query_len || query_len > length) {
       report(errors, kQueryStartLoc);
@@ -65,7 +59,7 @@ __device__ void check_query_starts(const AttentionParams<T, C>& p, unsigned* err
 template <class T, class C>
 __device__ bool row_is_valid(const AttentionParams<T, C>& p, const QueryPlace& at, unsigned* errors) {
   const int64_t S = p.pool.block_size;
-  if (!length_is_valid(p, at.length)) {
+  if (!p.length_is_valid(at.length)) {
     if (threadIdx.x == 0) report(errors, kSeqLens);
     return false;
   }

@@ -29,8 +29,7 @@ __device__ __forceinline__ uint32_t f16x2_of_spread_e4m3(uint32_t spread) {  // 
 template <>
 __device__ __forceinline__ void f16_of_codes<fp8_e4m3>(uint32_t four, uint32_t& pair_01, uint32_t& pair_23) {
 #if defined(KVPAGER_HAS_FP8_CONVERSION)
-  pair_01 = f16x2_of_e4m3x2(four);
-  pair_23 = f16x2_of_e4m3x2(four >> 16);
+  f16x2_of_e4m3x4(four, pair_01, pair_23);
 #else
   pair_01 = f16x2_of_spread_e4m3(__byte_perm(four, 0, 0x1404));
   pair_23 = f16x2_of_spread_e4m3(__byte_perm(four, 0, 0x3424));

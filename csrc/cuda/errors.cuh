@@ -17,6 +17,7 @@ enum ErrorBit : unsigned {
   kPositions = 7,
   kSeqStartLoc = 8,
   kChanged = 9,
+  kSchedule = 10,
 };
 
 __device__ __forceinline__ void report(unsigned* errors, ErrorBit bit) { atomicOr(errors, 1u << bit); }

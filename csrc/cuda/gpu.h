@@ -9,10 +9,16 @@
 #pragma once
 #if defined(KVPAGER_EMULATE)
 #include "../testing/emulated_gpu.h"
+namespace kvpager::cuda {
+using Stream = int;
+}
 #else
 #include <cuda_runtime.h>
 
 #include "ptx.h"
+namespace kvpager::cuda {
+using Stream = cudaStream_t;
+}
 #define KVPAGER_SHARED(type, name) __shared__ type name
 #define KVPAGER_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 #endif

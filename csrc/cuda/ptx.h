@@ -81,11 +81,13 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
 
 #if __CUDA_ARCH__ >= 890
 #define KVPAGER_HAS_FP8_CONVERSION 1
-// Two e4m3 codes, the low 16 bits of `two`, to two float16: exact.
-__device__ __forceinline__ uint32_t f16x2_of_e4m3x2(uint32_t two) {
-  uint32_t wide;
-  asm("{.reg .b16 codes; cvt.u16.u32 codes, %1; cvt.rn.f16x2.e4m3x2 %0, codes;}" : "=r"(wide) : "r"(two));
-  return wide;
+// Codes 0, 1 and codes 2, 3 of four e4m3 codes to two pairs of float16: exact.
+__device__ __forceinline__ void f16x2_of_e4m3x4(uint32_t four, uint32_t& pair_01, uint32_t& pair_23) {
+  asm volatile(
+      "{.reg .b16 low, high; mov.b32 {low, high}, %2;"
+      "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(pair_01), "=r"(pair_23)
+      : "r"(four));
 }
 // Two floats to two e4m3 codes in the low 16 bits, `low` in the low byte: to nearest, ties to even, at most 448.
 __device__ __forceinline__ uint32_t e4m3x2_of_f32(float low, float high) {
@@ -129,6 +131,22 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// 16 bytes of shared memory, read each time it is asked for: what the compiler would else keep in registers.
+__device__ __forceinline__ uint4 load_shared_16(const void* shared) {
+  uint4 to;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+               : "r"(shared_address(shared)));
+  return to;
+}
+
+// threadIdx.x, asked for anew: what is made of it is not kept in registers while they are needed for more.
+__device__ __forceinline__ int fresh_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
 }
 
 // Four 8 x 8 matrices of 16-bit numbers from shared memory; lane l names row l % 8 of matrix l / 8.

@@ -26,6 +26,7 @@ struct LaunchScope {
   int stream = 0;
   unsigned* errors = emulated_error_word();
   void check() const {}
+  int64_t multiprocessors() const { return 5; }
 };
 
 // A test that wants the pairs of a swap to lie on the device says so.
@@ -78,6 +79,12 @@ struct LaunchScope {
   cudaStream_t stream;
   unsigned* errors;
   void check() const { check_cuda(cudaGetLastError(), "launching a kvpager kernel"); }
+  int64_t multiprocessors() const {
+    int device = 0, count = 0;
+    check_cuda(cudaGetDevice(&device), "finding the current device");
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+    return count;
+  }
 };
 
 inline bool lies_on_device(const Tensor& tensor) { return !tensor.is_cpu(); }

@@ -87,7 +87,7 @@ T __ldg(const T* address) {
 }
 template <class T>
 T __ldcg(const T* address) {
-  return *static_cast<const volatile T*>(address);
+  return *address;
 }
 
 inline uint32_t __float_as_uint(float number) { return std::bit_cast<uint32_t>(number); }

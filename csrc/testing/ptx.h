@@ -24,6 +24,11 @@ inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
   emulated::mma_m16n8k16<float16>(c, a, b0, b1, where);
 }
 using emulated::movmatrix_trans;
+inline int fresh_thread_index() { return static_cast<int>(emulated::self().index.x); }
+inline uint4 load_shared_16(const void* shared, KVPAGER_HERE) {
+  emulated::check_shared("a shared load from outside shared memory", shared, sizeof(uint4), where);
+  return checked_load<uint4>(shared, where);
+}
 inline void ldmatrix_x4(uint32_t (&to)[4], const void* shared_row, KVPAGER_HERE) {
   emulated::ldmatrix<4>(to, shared_row, where);
 }

@@ -348,10 +348,3 @@ def test_scales_that_do_not_fit_are_refused(kernels):
         ops.paged_attention(
             rows.double(), cache, cache, ints(0).reshape(1, 1), ints(1), key_scale=good, value_scale=good
         )
-
-
-@pytest.mark.parametrize("kernels", ["emulated"], indirect=True)
-def test_cuda_says_what_it_has_not(kernels):
-    cache, rows, table = torch.zeros(2, 1, 4, 8), torch.ones(1, 1, 8), ints(0).reshape(1, 1)
-    with pytest.raises(ArgumentError, match="`schedule`: wanted none"):
-        ops.paged_attention(rows, cache, cache, table, ints(1), schedule=ops.make_schedule(ints(1), block_size=4))

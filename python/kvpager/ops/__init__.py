@@ -24,13 +24,14 @@ from kvpager.ops.layers import linear, rms_norm, silu_mul
 from kvpager.ops.layout import Layout
 from kvpager.ops.moves import copy_blocks, gather_kv, swap_blocks, update_tables, write_kv
 from kvpager.ops.quantise import dequantise, quantise
-from kvpager.ops.schedule import make_schedule, workspace_bytes
+from kvpager.ops.schedule import default_num_parts, make_schedule, workspace_bytes
 from kvpager.ops.shared_prefix import shared_prefix_attention
 
 __all__ = [
     "Layout",
     "check_errors",
     "copy_blocks",
+    "default_num_parts",
     "dequantise",
     "gather_kv",
     "linear",

@@ -106,7 +106,7 @@ def paged_attention(
         key_scale: of a quantised cache, key_scale [N, K, S] or, NHD, [N, S, K] float32, or [1] for the whole cache.
         value_scale: value_scale, like `key_scale`.
         fixed_split: tokens of a split: then each row's result is the same, bit for bit, whatever else is in the batch
-            and however many threads run. 0 lets the kernel cut long sequences where it suits the threads.
+            and however many threads run. 0 lets the kernel cut long sequences where it suits the device.
         schedule: from `kvpager.ops.make_schedule` for these lengths; None lets the kernel cut for itself.
         workspace: uint8 of at least `kvpager.ops.workspace_bytes`, zeroed, and left zeroed; None lets the kernel find
             room itself.
@@ -123,7 +123,8 @@ def paged_attention(
         ArgumentError: shapes, dtypes, devices, strides, options or lengths do not fit.
         SlotError: a table entry that is read names no block.
 
-    On CUDA, quantised caches, `schedule` and `workspace` are refused with an ArgumentError. O(sum of lengths · H · D).
+    On CUDA nothing waits for the GPU, and a call with a `schedule` and a `workspace` allocates nothing: it can be
+    captured in a graph and replayed over new values of all its tensors. O(sum of lengths · H · D).
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)

@@ -27,6 +27,7 @@ DEVICE_ERRORS = (
     ("positions", ArgumentError, "rows of `cos_sin`"),
     ("seq_start_loc", ArgumentError, "rising starts, each at least the sequence's length apart, within `key`"),
     ("changed", ArgumentError, "rows (or -1) and columns of the table"),
+    ("schedule", ArgumentError, "one that make_schedule made for these `seq_lens` and `fixed_split`"),
 )
 
 # What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.

@@ -1,8 +1,9 @@
-"""How decode attention is cut over threads: schedules made once a step, and the room for the results of cut sequences.
+"""How decode attention is cut over threads or a GPU: schedules made once a step, and the room for what is cut.
 
 A batch is a line of tokens, sequence after sequence; a schedule cuts it into parts of equal length, whatever the
 sequences are. It is an int32 tensor [B, fixed_split, row, position, row, position, …]; any cuts in order give the right
-result, so a schedule can be slow but not wrong.
+result, so a schedule can be slow but not wrong. On the CPU a part is all heads of its tokens; on CUDA a block of
+threads takes one part of one kv head.
 """
 
 import torch
@@ -11,6 +12,15 @@ from torch import Tensor
 from kvpager.errors import ArgumentError
 
 PARTS_PER_THREAD = 4  # as in csrc/cpu/decode.cpp: a thread that is late leaves its last parts to others
+BLOCKS_PER_MULTIPROCESSOR = 3  # as in csrc/cuda/decode_launch.h: all parts run at once
+
+
+def default_num_parts(device: str | torch.device, num_kv_heads: int) -> int:
+    """Parts that fill `device`: 4 for each thread of torch on the CPU; on CUDA K · parts blocks fill it once."""
+    if torch.device(device).type != "cuda":
+        return PARTS_PER_THREAD * torch.get_num_threads()
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, BLOCKS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads)
 
 
 def make_schedule(
@@ -20,6 +30,7 @@ def make_schedule(
     window: int = 0,
     fixed_split: int = 0,
     num_parts: int | None = None,
+    num_kv_heads: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
     """A schedule for `paged_attention` over these lengths: made once a step, valid for all layers.
@@ -29,7 +40,9 @@ def make_schedule(
         block_size: S; cuts lie at multiples of it.
         window: the attention's window; 0 = all.
         fixed_split: the attention's `fixed_split`; cuts lie at multiples of it.
-        num_parts: parts to cut into; 4 for each thread of torch if None.
+        num_parts: parts to cut into; if None as many as fill the device of `seq_lens` (`default_num_parts`). For
+            lengths on the CPU whose schedule goes to a GPU, name the number.
+        num_kv_heads: K, which share out the blocks of a GPU; only for `num_parts` None on CUDA.
         out: int32 [2 · num_parts + 4] on the device of `seq_lens`, to write into.
 
     Returns:
@@ -41,7 +54,7 @@ def make_schedule(
     if seq_lens.dim() != 1 or seq_lens.dtype is not torch.int32:
         raise ArgumentError("seq_lens", "[B] int32", f"{seq_lens.dim()} dimensions of {seq_lens.dtype}")
     if num_parts is None:
-        num_parts = PARTS_PER_THREAD * torch.get_num_threads()
+        num_parts = default_num_parts(seq_lens.device, num_kv_heads)
     for argument, number, least in (
         ("block_size", block_size, 1), ("window", window, 0), ("fixed_split", fixed_split, 0),
         ("num_parts", num_parts, 1),
@@ -80,22 +93,28 @@ def workspace_bytes(
     max_seq_len: int,
     fixed_split: int = 0,
     num_parts: int | None = None,
+    num_kv_heads: int = 1,
+    device: str | torch.device = "cpu",
 ) -> int:
-    """Bytes of a `workspace` (uint8, zeroed once) that is enough for `paged_attention` on the CPU.
+    """Bytes of a `workspace` (uint8, zeroed once) that is enough for `paged_attention`.
 
     Args:
         num_sequences: B.
         num_heads: H.
         head_dim: D.
-        max_seq_len: upper bound of the lengths.
+        max_seq_len: upper bound of the lengths that the attention is given.
         fixed_split: the attention's `fixed_split`.
-        num_parts: the schedule's parts; 4 for each thread of torch if None.
+        num_parts: the schedule's parts; as many as fill `device` (`default_num_parts`) if None.
+        num_kv_heads: K; only for `num_parts` None on CUDA.
+        device: where the attention runs.
 
     Returns:
-        Room for one float32 result [H, D + 2] for each piece of a sequence that is cut.
+        Room for one float32 result [H, D + 2] for each piece of a sequence that is cut; on CUDA also a counter for each
+        sequence and head.
     """
     if num_parts is None:
-        num_parts = PARTS_PER_THREAD * torch.get_num_threads()
+        num_parts = default_num_parts(device, num_kv_heads)
     # Free: a cut makes two pieces of a sequence that was whole, and one more of another.
     pieces = num_sequences * -(-max_seq_len // fixed_split) if fixed_split else 2 * (num_parts - 1)
-    return 4 * pieces * num_heads * (head_dim + 2)
+    padding = 8  # three areas, each at a multiple of 4 floats
+    return 4 * (pieces * num_heads * (head_dim + 2) + num_sequences * num_heads + padding)
