@@ -121,6 +121,40 @@ def test_progress_order_and_budgets_under_overload(worlds: Any, seed: int) -> No
     assert world.manager.num_sequences == 0
 
 
+@pytest.mark.parametrize("seed", range(400, 400 + NUM_TRACES))
+def test_progress_with_priorities_under_overload(worlds: Any, seed: int) -> None:
+    """More comes than fits, of three priorities, at any time: it ends in time, and nobody gives way to a worse one."""
+    rng = random.Random(seed)
+    trace = make_trace(seed, overload=seed % 2 == 0)
+    world = worlds.make(trace.num_blocks, trace.block_size, **dict(trace.options))
+    arrivals, sequences = list(trace.arrivals), []
+    steps, last_arrival = 0, max(a.step for a in trace.arrivals)
+    while arrivals or world.scheduler.has_unfinished:
+        while arrivals and arrivals[0].step <= steps:
+            arrival = arrivals.pop(0)
+            sequences.append(
+                world.add(arrival.number, list(arrival.prompt), arrival.max_tokens, priority=rng.choice([0, 0, 1, 2]))
+            )
+        steps += 1
+        if not world.scheduler.has_unfinished:
+            continue
+        computed = world.step()
+        planned = world.steps[-1]
+        # A step that leaves all waiting and none running would compute nothing; none does.
+        assert computed
+        assert sum(computed.values()) >= len(computed) - len(planned.admitted)
+        assert len(planned.input_ids) <= trace.options["max_num_batched_tokens"]
+        for victim in planned.preempted:
+            assert all(s.rank < victim.rank for s in world.scheduler.running), "whoever stays is better"
+        best = min((s for s in sequences if s.sequence_id in computed), key=lambda s: s.rank)
+        assert computed[best.sequence_id] >= 1, "the best that runs advances"
+    assert steps <= last_arrival + 1 + 2 * trace.num_tokens
+    for arrival, sequence in zip(trace.arrivals, sequences, strict=True):
+        assert sequence.output_token_ids == worlds.solo(list(arrival.prompt), arrival.max_tokens)
+    assert world.manager.stats.live == 0
+    assert world.manager.num_sequences == 0
+
+
 @pytest.mark.parametrize("seed", range(200, 200 + NUM_TRACES))
 def test_anything_may_happen_and_nothing_leaks(worlds: Any, seed: int) -> None:
     """Priorities, forks, aborts, failed steps: whoever is not aborted gets his solo tokens; all blocks come back."""
