@@ -2,6 +2,7 @@
 //! table that is kept by it alone are compared with tables written from scratch.
 //!
 //! Worlds are small (a few blocks, rows and columns, too few of each), so that refusals are met all the time.
+//! `KVPAGER_OPERATIONS` and `KVPAGER_SEED` as in the test `model`.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -28,10 +29,14 @@ enum Operation {
     Add(usize),
     Remove(usize),
     Step,
+    /// Without ids, with the index too: they come with the next commit.
+    StepWithoutIds,
     StepBy(Vec<u64>),
     /// With the ids of the new tokens, all equal, so that blocks come to have the same content.
     StepWithIds(TokenId),
     CommitAll,
+    /// All rows, with one id for each: what follows a step without ids.
+    CommitStep(TokenId),
     /// The first n tokens of each row, bent towards what it has, and what ids are told then.
     Commit(Vec<u64>, Vec<TokenId>),
     Invalidate,
@@ -261,6 +266,9 @@ impl Subject {
             self.count("copied in a step");
         }
         self.count("steps");
+        if self.world.prefix_caching && counts.is_none() && token_ids.is_none() {
+            self.count("steps of one token each, index on");
+        }
         self.shown = tables;
         self.new_rows.clear();
         self.is_invalid = false;
@@ -313,12 +321,15 @@ impl Subject {
         };
         let before = tables(&self.manager);
         let answer = self.manager.commit_rows(self.batch, ns, token_ids);
-        assert_eq!(answer.map_err(without_words), expected.map_err(without_words));
+        assert_eq!(answer.map_err(without_words), expected.clone().map_err(without_words));
         assert_eq!(self.manager.stats(), by_id.stats());
         let after = tables(&self.manager);
         assert_eq!(after, tables(&by_id));
         if after != before {
             self.count("collapsed");
+        }
+        if expected.is_ok() && token_ids.is_some_and(|ids| !ids.is_empty() && ids.len() == self.ids.len()) {
+            self.count("step committed with its ids");
         }
     }
 
@@ -337,7 +348,7 @@ impl Subject {
             Operation::Step if self.world.prefix_caching => {
                 return self.step(None, Some(&vec![0; self.ids.len()]));
             }
-            Operation::Step => return self.step(None, None),
+            Operation::Step | Operation::StepWithoutIds => return self.step(None, None),
             Operation::StepWithIds(token_id) => {
                 let one_too_many = usize::from(token_id == 8);
                 return self.step(None, Some(&vec![token_id / 6; self.ids.len() + one_too_many]));
@@ -382,6 +393,7 @@ impl Subject {
             Operation::Add(raw) => self.add(self.existing(raw)),
             Operation::Remove(raw) => self.remove(self.member(raw)),
             Operation::CommitAll => self.commit(None, None),
+            Operation::CommitStep(token_id) => self.commit(None, Some(&vec![token_id; self.ids.len()])),
             Operation::Commit(ref ns, ref token_ids) => {
                 let bent = self.ids.iter().zip(ns).map(|(&id, &n)| {
                     let computed = self.manager.num_computed_tokens(id).unwrap();
@@ -431,9 +443,11 @@ fn operation() -> impl Strategy<Value = Operation> {
         10 => raw().prop_map(Operation::Add),
         6 => raw().prop_map(Operation::Remove),
         15 => Just(Operation::Step),
+        8 => Just(Operation::StepWithoutIds),
         10 => prop::collection::vec(0..4_u64, 0..5).prop_map(Operation::StepBy),
         9 => (0..9 as TokenId).prop_map(Operation::StepWithIds),
         8 => Just(Operation::CommitAll),
+        8 => (0..2 as TokenId).prop_map(Operation::CommitStep),
         3 => (prop::collection::vec(0..64_u64, 0..5), prop::collection::vec(0..3 as TokenId, 0..2))
             .prop_map(|(ns, token_ids)| Operation::Commit(ns, token_ids)),
         1 => Just(Operation::Invalidate),
@@ -451,17 +465,32 @@ fn world() -> impl Strategy<Value = World> {
     })
 }
 
-/// Fixed seed: the same worlds on every machine. A failure is shrunk to a short list by proptest.
+/// At least this many operations in all, if the environment does not ask for another number.
+const NUM_OPERATIONS: usize = 190_000;
+
+/// A list has 100 operations on average; this many are sure to come together.
+const SURE_PER_LIST: usize = 95;
+
+/// Without a seed of its own: the same worlds on every machine. A failure is shrunk to a short list by proptest.
 #[test]
 fn both_sets_and_the_changes_agree_with_a_naive_rebuild() {
-    let config = ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() };
-    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, b"kvpager: what the kernels see...");
+    let from_environment = |name: &str| std::env::var(name).ok().map(|number| number.parse::<u64>().unwrap());
+    let num_operations =
+        from_environment("KVPAGER_OPERATIONS").map_or(NUM_OPERATIONS, |number| number as usize);
+    let seed = from_environment("KVPAGER_SEED").unwrap_or(0);
+    eprintln!("{num_operations} operations, seed {seed}");
+    let cases = num_operations.div_ceil(SURE_PER_LIST) as u32;
+    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    let mut bytes = *b"kvpager: what the kernels see...";
+    bytes[24..].copy_from_slice(&seed.to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let mut runner = TestRunner::new_with_rng(config, rng);
     let tally = RefCell::new(BTreeMap::<&'static str, usize>::new());
     runner
         .run(&(world(), prop::collection::vec(operation(), 50..150)), |(world, operations)| {
             let mut subject = Subject::new(world);
             for operation in &operations {
+                subject.count("operations");
                 subject.run(operation);
                 assert_eq!(subject.manager.check_invariants(), Vec::<String>::new(), "{operation:?}");
                 assert_eq!(subject.manager.batch_sequence_ids(subject.batch).unwrap(), subject.ids);
@@ -473,8 +502,12 @@ fn both_sets_and_the_changes_agree_with_a_naive_rebuild() {
         })
         .unwrap_or_else(|failure| panic!("{failure}"));
     let tally = tally.into_inner();
-    assert!(tally["steps"] >= 20_000, "{tally:?}");
+    eprintln!("{tally:?}");
+    assert!(tally["operations"] >= num_operations, "{tally:?}");
     for corner in [
+        "steps",
+        "steps of one token each, index on",
+        "step committed with its ids",
         "collapsed",
         "no block",
         "too long",
@@ -490,6 +523,7 @@ fn both_sets_and_the_changes_agree_with_a_naive_rebuild() {
         "kept from release",
         "renewed",
     ] {
-        assert!(tally.get(corner).is_some_and(|&count| count >= 200), "too few `{corner}`: {tally:?}");
+        let count = tally.get(corner).copied().unwrap_or(0);
+        assert!(count * 2_000 >= num_operations, "too few `{corner}`: {tally:?}");
     }
 }

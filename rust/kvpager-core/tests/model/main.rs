@@ -14,7 +14,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use kvpager_core::{BlockId, BlockManager, BlockState, Config, Error, EvictionPolicy};
-use operations::{Answer, Operation, on_manager, on_model, operation};
+use operations::{Answer, Operation, on_manager, on_model, operations};
 use oracle::Model;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -134,6 +134,16 @@ fn tally_changes(before: &Model, after: &Model, operation: &Operation, tally: &m
                 && after.num_evictions == before.num_evictions
         }),
         ("pinned", after.num_pinned() > before.num_pinned()),
+        ("the step of a batch committed", {
+            let is_next =
+                |&(id, n): &(_, u64)| before.computed(id) + 1 == n && before.sequences[&id].length == n;
+            let has_all = |id| before.sequences.contains_key(id);
+            matches!(operation, Operation::CommitBatch(rows, Some(ids))
+                if after != before
+                    && rows.len() == ids.len()
+                    && rows.iter().all(|(id, _)| has_all(id))
+                    && rows.iter().all(is_next))
+        }),
     ] {
         *tally.entry(corner).or_default() += usize::from(happened);
     }
@@ -184,8 +194,8 @@ fn config() -> impl Strategy<Value = Config> {
 /// A pool, ids in use, and a list of drawn operations for it.
 fn world() -> impl Strategy<Value = (Config, u64, Vec<Operation>)> {
     (config(), prop::sample::select(vec![2_u64, 4, 5, 6, 6])).prop_flat_map(|(config, num_sequences)| {
-        let operation = operation(u64::from(config.num_blocks()), config.block_size());
-        (Just(config), Just(num_sequences), prop::collection::vec(operation, 50..=200))
+        let operations = operations(u64::from(config.num_blocks()), config.block_size());
+        (Just(config), Just(num_sequences), operations)
     })
 }
 
@@ -238,6 +248,8 @@ fn random_operations_agree_with_the_model() {
         "duplicate collapsed",
         "node dropped for a write",
         "pinned",
+        "several copies taken",
+        "the step of a batch committed",
     ] {
         let count = tally.get(corner).copied().unwrap_or(0);
         assert!(count * 10_000 >= num_operations, "too few `{corner}`: {tally:?}");

@@ -217,12 +217,27 @@ fn without_words(error: Error) -> Error {
 /// seven of eight name an existing sequence (a free id, for a new one), the rest any id of the world.
 const RAW: u64 = 64;
 
+/// Drawn as the only row of a batch: all sequences, as in a decode step.
+const ALL: u64 = RAW;
+
 impl Model {
     fn bend(&self, raw: u64, num_sequences: u64, wants_existing: bool) -> SequenceId {
         let of_the_kind =
             |&id: &SequenceId| self.sequences.contains_key(&id) == wants_existing || raw >= RAW * 7 / 8;
         let candidates: Vec<SequenceId> = (0..num_sequences).filter(of_the_kind).collect();
         candidates.get(raw as usize % candidates.len().max(1)).copied().unwrap_or(raw % num_sequences)
+    }
+
+    fn all(&self) -> Vec<SequenceId> {
+        let mut ids: Vec<_> = self.sequences.keys().copied().collect();
+        ids.sort_unstable();
+        ids
+    }
+
+    /// The next token of all sequences that wait for the commit of just that one.
+    fn next_of_all(&self) -> Vec<(SequenceId, u64)> {
+        let rows = self.all().into_iter().map(|id| (id, self.sequences[&id].length));
+        rows.filter(|&(id, length)| self.computed(id) + 1 == length).collect()
     }
 
     /// A position of the sequence, its end, or one past it.
@@ -270,7 +285,8 @@ impl Model {
             Operation::AppendRun(raw, n) => Operation::AppendRun(old(raw), n),
             Operation::AppendIds(raw, ref ids) => Operation::AppendIds(old(raw), ids.clone()),
             Operation::AppendBatch(ref ids, ref token_ids) => {
-                let ids: Vec<_> = ids.iter().map(|&raw| old(raw)).collect();
+                let ids: Vec<_> =
+                    if *ids == [ALL] { self.all() } else { ids.iter().map(|&raw| old(raw)).collect() };
                 let token_ids = cycled(token_ids, ids.len() as u64);
                 Operation::AppendBatch(ids, token_ids)
             }
@@ -282,6 +298,13 @@ impl Model {
             Operation::Commit(raw, n, ref token_ids) => {
                 let row = (old(raw), self.bend_commit(old(raw), n));
                 Operation::Commit(row.0, row.1, self.bend_ids(&[row], token_ids.as_ref()))
+            }
+            Operation::CommitBatch(ref rows, ref token_ids)
+                if rows.first().is_some_and(|row| row.0 == ALL) =>
+            {
+                let rows = self.next_of_all();
+                let token_ids = cycled(token_ids, rows.len() as u64);
+                Operation::CommitBatch(rows, token_ids)
             }
             Operation::CommitBatch(ref rows, ref token_ids) => {
                 let bent = |&(raw, n): &(u64, u64)| (old(raw), self.bend_commit(old(raw), n));
@@ -341,7 +364,7 @@ fn prompt(most: usize) -> impl Strategy<Value = Tokens> {
 
 /// Weights that keep small pools in motion: forks and single appends often, so that copies come to be owed; long runs
 /// and holds rarely, for they only fill the pool.
-pub(crate) fn operation(num_blocks: u64, block_size: u64) -> impl Strategy<Value = Operation> {
+fn operation(num_blocks: u64, block_size: u64) -> impl Strategy<Value = Operation> {
     let raw = 0..RAW;
     let run = 0..=block_size + 1;
     let prefix = prop_oneof![3 => Just(None), 1 => raw.clone().prop_map(Some)];
@@ -363,6 +386,8 @@ pub(crate) fn operation(num_blocks: u64, block_size: u64) -> impl Strategy<Value
             .prop_map(|(rows, ids)| Operation::AppendBatch(rows, ids)),
         1 => (prop::collection::vec((raw.clone(), run), 0..4), ids())
             .prop_map(|(rows, ids)| Operation::AppendBatchCounts(rows, ids)),
+        6 => Just(Operation::AppendBatch(vec![ALL], None)),
+        8 => token_ids(1..=3).prop_map(|ids| Operation::CommitBatch(vec![(ALL, 0)], Some(ids))),
         24 => (raw.clone(), raw.clone(), ids()).prop_map(|(id, n, ids)| Operation::Commit(id, n, ids)),
         6 => (prop::collection::vec(row, 0..4), ids()).prop_map(|(rows, ids)| Operation::CommitBatch(rows, ids)),
         18 => raw.clone().prop_map(Operation::Release),
@@ -381,4 +406,27 @@ pub(crate) fn operation(num_blocks: u64, block_size: u64) -> impl Strategy<Value
         }),
         1 => (raw.clone(), raw.clone(), raw).prop_map(|(id, a, b)| Operation::Slots(id, a, b)),
     ]
+}
+
+/// Several sequences that share a tail and write it in one step: what single operations hardly ever come to.
+fn burst() -> impl Strategy<Value = Vec<Operation>> {
+    (0..RAW, 0..RAW, token_ids(1..=3)).prop_map(|(old, new, ids)| {
+        vec![
+            Operation::Release(new),
+            Operation::CommitBatch(vec![(ALL, 0)], Some(ids)),
+            Operation::Fork(old, new, None),
+            Operation::Fork(old, new, None),
+            Operation::AppendBatch(vec![ALL], None),
+            Operation::TakeCopies,
+        ]
+    })
+}
+
+/// A list of operations for a pool.
+pub(crate) fn operations(num_blocks: u64, block_size: u64) -> impl Strategy<Value = Vec<Operation>> {
+    let some = prop_oneof![
+        60 => operation(num_blocks, block_size).prop_map(|operation| vec![operation]),
+        1 => burst(),
+    ];
+    prop::collection::vec(some, 46..=190).prop_map(|lists| lists.concat())
 }
