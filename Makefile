@@ -84,7 +84,7 @@ bench-metadata: $(BUILT) ## the metadata plane: beside a floor, by pool size, th
 	cargo bench --bench flatness
 	$(PY) benches/metadata.py
 
-instructions: ## count its instructions (valgrind); fail if they grew by 5 %
+instructions: ## count its instructions (valgrind); fail if a row grew by more than 5 %
 	python3 benches/instructions.py
 
 instructions-update: ## keep the counts of now
