@@ -5,7 +5,7 @@
 //   out^T [dims, heads] = V^T P^T    the weights lie in the lanes as the scores were left: nothing is transposed
 // The order of the head dim within a product is free as long as both factors keep it: so a lane takes 16 consecutive
 // bytes of a row where the fragment's figure shows scattered columns, and a load's four registers are two fragments of
-// K. No shared memory, ldmatrix or swizzle. Lane letters: r = lane / 4, c = lane % 4.
+// K. They need no shared memory, ldmatrix or swizzle. Lane letters: r = lane / 4, c = lane % 4.
 //   K: lane holds its share (of 4, c) of rows r and r + 8
 //   V: its share (of 8, r) of rows 2c, 2c + 1, 2c + 8, 2c + 9
 //   scores, weights: head r, the tokens of the lane's V rows        out: heads 2c and 2c + 1, dims of V's share

@@ -78,6 +78,44 @@ def test_captured_graph_follows_new_lengths_and_tables(make_case):
     ops.check_errors()
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+def test_a_captured_decode_allocates_nothing_and_follows_schedules(make_case, tolerance, codes):
+    """Schedule and workspace are static too; lengths, tables and cuts change between replays."""
+    case = make_case([3000, 17, 0, 900], dtype=torch.bfloat16, num_kv_heads=4, group=4, head_dim=128, block_size=16)
+    key_cache, value_cache, table, lengths = inputs_of(case)
+    scales = {}
+    if codes is not None:
+        written = ~case.key_cache.isnan().any(-1)
+        made = [ops.quantise(cache.nan_to_num(0.0), codes) for cache in (case.key_cache, case.value_cache)]
+        key_cache, value_cache = (numbers.to(DEVICE) for numbers, _ in made)
+        scales = {
+            name: scale.where(written, torch.nan).to(DEVICE)
+            for name, (_, scale) in zip(("key_scale", "value_scale"), made, strict=True)
+        }
+    query = case.random(4, 16, 128).to(DEVICE)
+    num_parts = ops.default_num_parts(DEVICE, 4)
+    schedule = ops.make_schedule(lengths, block_size=16, num_kv_heads=4)
+    size = ops.workspace_bytes(4, 16, 128, max_seq_len=table.shape[1] * 16, num_parts=num_parts)
+    workspace, out = torch.zeros(size, dtype=torch.uint8, device=DEVICE), torch.empty_like(query)
+    inputs = (query, key_cache, value_cache, table, lengths)
+    options = {"scale": 0.09, "schedule": schedule, "workspace": workspace, "out": out, **scales}
+    ops.paged_attention(*inputs, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.paged_attention(*inputs, **options)
+    for now in ([3000, 17, 0, 900], [1, 16, 0, 0], [2999, 5, 0, 899]):
+        lengths.copy_(torch.tensor(now, dtype=torch.int32))
+        ops.make_schedule(lengths, block_size=16, num_parts=num_parts, out=schedule)
+        graph.replay()
+        host = [tensor.cpu() for tensor in inputs]
+        wanted, _ = ops.reference.paged_attention(
+            *host, scale=0.09, max_seq_len=4096, **{name: scale.cpu() for name, scale in scales.items()}
+        )
+        torch.testing.assert_close(out.float().cpu(), wanted, rtol=0, atol=tolerance[torch.bfloat16])
+        assert (workspace == 0).all()
+    ops.check_errors()
+
+
 def test_bad_values_wait_on_the_device(make_case):
     case = make_case([5, 6])
     key_cache, value_cache, table, lengths = inputs_of(case)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvpager import ops
+from kvpager.errors import ArgumentError, SlotError
 
 NAN = math.nan
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -111,3 +112,144 @@ def test_equals_float64_attention(emulated, make_case, monkeypatch, seed, kind, 
     cut = {"num_parts": rng.choice((None, 1, 2, 7, 40)), "fixed_split": rng.choice((0, 0, 16, 40))}
     cut["workspace"] = cut["num_parts"] is not None and rng.random() < 0.7
     check(case, query, attend(emulated, case, query, caches, scales, **cut, **options), **options)
+
+
+def cut_case(make_case, lengths, **options):
+    """A case for the kernel, bfloat16 of head dim 64, its query, and the options that every call takes."""
+    case = make_case(lengths, dtype=torch.bfloat16, head_dim=64, block_size=16, num_kv_heads=1, group=3, **options)
+    return case, case.random(len(lengths), 3, 64), (case.key_cache, case.value_cache)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_a_fixed_split_knows_neither_batch_nor_cuts(emulated, make_case, monkeypatch, window):
+    """Bit for bit: alone, in a batch, under any schedule and order of blocks."""
+    lengths = [130, 5, 0, 97]
+    case, query, caches = cut_case(make_case, lengths)
+    options = {"scale": 0.2, "window": window, "fixed_split": 32}
+    wanted = attend(emulated, case, query, caches, {}, **options)
+    check(case, query, wanted, scale=0.2, window=window)
+    for seed, num_parts in zip(SEEDS, (1, 4, 40), strict=True):
+        monkeypatch.setenv("KVPAGER_EMULATE_SEED", str(seed))
+        got = attend(emulated, case, query, caches, {}, num_parts=num_parts, workspace=True, **options)
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[1], wanted[1])
+    for row, length in enumerate(lengths):
+        alone = torch.empty(1, 3, 64, dtype=torch.bfloat16)
+        emulated.paged_attention(
+            alone, None, query[row : row + 1], *caches, case.block_tables[row : row + 1],
+            torch.tensor([length], dtype=torch.int32), max_seq_len=200, **options,
+        )  # fmt: skip
+        assert torch.equal(alone[0], wanted[0][row])
+
+
+@pytest.mark.parametrize("num_parts", [1, 5, 9])
+def test_a_schedule_of_other_lengths_gives_the_same(emulated, make_case, num_parts):
+    """What a captured graph meets: lengths move on, the schedule only when it is made anew."""
+    case, query, caches = cut_case(make_case, [130, 0, 20, 64])
+    moved = torch.tensor([17, 90, 0, 200], dtype=torch.int32)
+    schedule = ops.make_schedule(moved, block_size=16, num_parts=num_parts)
+    out, lse = torch.empty_like(query), torch.empty(4, 3)
+    emulated.paged_attention(
+        out, lse, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=200, schedule=schedule
+    )
+    check(case, query, (out, lse), scale=0.2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("fault", ["block", "length"])
+def test_a_bad_row_is_skipped_whole(emulated, make_case, monkeypatch, seed, fault):
+    """Even if only one of its pieces meets the bad value; the workspace is left zeroed for the next call."""
+    monkeypatch.setenv("KVPAGER_EMULATE_SEED", str(seed))
+    case, query, caches = cut_case(make_case, [40, 130, 33])
+    if fault == "block":
+        case.block_tables[1, 5] = len(case.key_cache)
+    else:
+        case.seq_lens[1] = 10**6
+    got = attend(emulated, case, query, caches, {}, num_parts=6, workspace=True, scale=0.2)
+    assert (got[0][1] == 77).all()
+    assert (got[1][1] == 77).all()
+    check(case, query, got, rows=(0, 2), scale=0.2)
+    monkeypatch.setattr(ops.device_errors, "_take_errors", emulated.take_errors.default)
+    error, argument = (SlotError, "block_tables") if fault == "block" else (ArgumentError, "seq_lens")
+    with pytest.raises(error, match=f"`{argument}`"):
+        ops.check_errors("cpu")
+    ops.check_errors("cpu")
+
+
+@pytest.mark.parametrize("kernels", ["emulated"], indirect=True)
+@pytest.mark.usefixtures("kernels")
+def test_bad_schedules_and_workspaces_are_refused(make_case):
+    case, query, caches = cut_case(make_case, [40, 9])
+    good = ops.make_schedule(case.seq_lens, block_size=16, num_parts=3)
+    out = torch.full_like(query, 77.0)
+
+    def attend(**options):
+        ops.paged_attention(query, *caches, case.block_tables, case.seq_lens, out=out, **options)
+
+    for entry, value in {0: 3, 1: 16, 2: 1, 5: -16, 4: 3, 8: 1, 9: 5}.items():
+        schedule = good.clone()
+        schedule[entry] = value
+        with pytest.raises(ArgumentError, match="`schedule`: wanted one that make_schedule made"):
+            attend(schedule=schedule)
+    for schedule in (good[:4], good[:-1], good.long()):
+        with pytest.raises(ArgumentError, match="`schedule`"):
+            attend(schedule=schedule)
+    with pytest.raises(ArgumentError, match="`workspace`: wanted at least"):
+        attend(schedule=good, workspace=torch.zeros(16, dtype=torch.uint8))
+    with pytest.raises(ArgumentError, match="`workspace`: wanted an address that is a multiple of 16"):
+        attend(schedule=good, workspace=torch.zeros(99999, dtype=torch.uint8)[1:])
+    with pytest.raises(ArgumentError, match="`fixed_split`"):
+        attend(fixed_split=-1)
+    assert (out == 77).all()
+    attend(schedule=good)
+
+
+def test_which_kernel_takes_a_call(emulated, make_case):
+    """The rule of decode.cu. Only the tensor core kernel looks at a schedule's cuts: by a bad one it is known."""
+
+    def taken(*, dtype=torch.bfloat16, head_dim=64, change=lambda query, *caches: (query, *caches)):
+        case = make_case([20], dtype=dtype, head_dim=head_dim, block_size=16)
+        query, *caches = change(case.random(1, 4, head_dim), case.key_cache, case.value_cache)
+        out = torch.empty(query.shape, dtype=dtype)
+        bad = torch.tensor([1, 0, 0, 5, 1, 0], dtype=torch.int32)
+        emulated.paged_attention(
+            out, None, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=20, schedule=bad
+        )
+        word = torch.zeros(1, dtype=torch.int64)
+        emulated.take_errors(word)
+        if int(word) != 0:
+            assert ops.device_errors.DEVICE_ERRORS[int(word).bit_length() - 1][0] == "schedule"
+            return True
+        wanted, _ = case.oracle(0, query[0], 19, scale=0.2)
+        torch.testing.assert_close(out[0].double(), wanted, rtol=0, atol=1.6e-2)
+        return False
+
+    def moved(tensor, elements):
+        """The same numbers, that many elements past the beginning of their memory."""
+        room = torch.empty(tensor.numel() + elements, dtype=tensor.dtype)[elements:]
+        return room.view_as(tensor).copy_(tensor)
+
+    assert [taken(head_dim=head_dim) for head_dim in (32, 64, 72, 80, 96, 128, 192, 256)] == [
+        False, True, False, False, True, True, False, True,
+    ]  # fmt: skip
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    assert [taken(dtype=dtype) for dtype in dtypes] == [True, True, False, False]
+    assert taken(change=lambda query, key, value: (query, moved(key, 8), moved(value, 8)))
+    assert not taken(change=lambda query, key, value: (query, moved(key, 4), value))
+    assert not taken(change=lambda query, key, value: (query, key, moved(value, 1)))
+    assert taken(change=lambda query, key, value: (moved(query, 2), key, value))
+    assert not taken(change=lambda query, key, value: (moved(query, 1), key, value))
+
+
+@pytest.mark.parametrize("barrier", [0, 3, 5])
+def test_a_missing_barrier_is_caught(emulated, make_case, monkeypatch, barrier):
+    """Planted faults: no wait for the warps' sums, or for the count of the tokens that have arrived; 0 plants none."""
+    monkeypatch.setenv("KVPAGER_EMULATE_SKIP_BARRIER", str(barrier))
+    case, query, caches = cut_case(make_case, [300])
+    wanted, _ = case.oracle(0, query[0], 299, scale=0.2)
+    differ = []
+    for seed in range(1, 9):
+        monkeypatch.setenv("KVPAGER_EMULATE_SEED", str(seed))
+        out, _ = attend(emulated, case, query, caches, {}, num_parts=3, scale=0.2)
+        differ.append(not torch.allclose(out[0].double(), wanted, rtol=0, atol=TOLERANCE[query.dtype]))
+    assert any(differ) == (barrier > 0)
