@@ -25,7 +25,7 @@ BELOW = {
     "huge_pages": {"errors"},
     "cache": {"ops", "config", "huge_pages"},
     "models": {"cache"},
-    "loader": {"config"},
+    "loader": {"config", "huge_pages"},
     "tokenizer": {"config"},
     "sampling": {"ops"},
     "runner": {"decode_batch", "models"},

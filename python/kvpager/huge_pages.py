@@ -1,4 +1,4 @@
-"""Huge pages for the pool: fewer address translations where kernels jump from block to block.
+"""Huge pages for pool and weights: fewer address translations where kernels jump from block to block, or read it all.
 
 Linux gives them to anonymous memory that asks for them (`madvise`); elsewhere nothing is asked and nothing is lost.
 """

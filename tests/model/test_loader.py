@@ -267,6 +267,12 @@ def test_dtype_as_asked(altered: Callable[..., Path]) -> None:
         assert {parameter.dtype for parameter in load(folder, dtype).parameters()} == {dtype}
 
 
+def test_weights_lie_on_whole_cache_lines_of_one_allocation() -> None:
+    parameters = list(load(BUNDLED_MODEL).parameters())
+    assert all(parameter.data_ptr() % 64 == 0 and parameter.is_contiguous() for parameter in parameters)
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+
+
 def test_a_pickle_is_refused_by_name(altered: Callable[..., Path]) -> None:
     folder = altered(unchanged)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

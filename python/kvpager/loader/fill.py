@@ -5,13 +5,15 @@ is a `ConfigError` that names the tensor, raised before the first one is read. T
 parameter that nobody fills has no values that could pass for weights.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kvpager.errors import ConfigError
+from kvpager.huge_pages import advise_huge_pages
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,23 @@ def fill_parameters(
             raise ConfigError(f"tensor `{name}` has shape {list(tensor.shape)}, the config asks for {list(shape)}")
         if not tensor.is_supported:
             raise ConfigError(f"tensor `{name}` is stored as {tensor.kind}; supported: {supported}")
-    for name in wanted:
-        _replace(module, name, stored[name].read().to(device=device, dtype=dtype))
+    for (name, _), room in zip(wanted.items(), _make_room(list(wanted.values()), dtype, device), strict=True):
+        _replace(module, name, room.copy_(stored[name].read()))
+
+
+def _make_room(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Uninitialised tensors in one allocation, each at a multiple of 64 bytes, on huge pages where the system has them.
+
+    A step reads every weight once: whole cache lines, and few address translations, are worth a tenth of its time.
+    """
+    lengths = [math.prod(shape) for shape in shapes]
+    unit = 64 // dtype.itemsize
+    padded = [-(-length // unit) * unit for length in lengths]
+    everything = torch.empty(sum(padded), dtype=dtype, device=device)
+    if device.type == "cpu":
+        advise_huge_pages(everything)
+    parts = everything.split_with_sizes(padded)
+    return [part[:length].view(shape) for part, length, shape in zip(parts, lengths, shapes, strict=True)]
 
 
 def _and_more(names: list[str]) -> str:
