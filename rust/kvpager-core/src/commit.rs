@@ -93,6 +93,10 @@ impl BlockManager {
         ns: &[u64],
         token_ids: Option<&[TokenId]>,
     ) -> Result<()> {
+        let is_found = ids.len() == ns.len() && self.find_rows(ids).is_ok();
+        if is_found && self.commit_step(ns, token_ids) {
+            return Ok(());
+        }
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
         if ids.len() != ns.len() {
             let wanted = format!("one length for each of {} ids", ids.len());
@@ -104,9 +108,6 @@ impl BlockManager {
 
     /// [`commit_batch`](Self::commit_batch) for the sequences whose rows stand in `scratch.rows`, with sound ids.
     pub(crate) fn commit_found(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> Result<()> {
-        if token_ids.is_some_and(|token_ids| self.commit_step(ns, token_ids)) {
-            return Ok(());
-        }
         let rows = std::mem::take(&mut self.scratch.rows);
         for &row in &rows {
             self.close_direct(row);

@@ -14,6 +14,7 @@
 //!
 //! Costs: O(1) a row, O(S) once a block.
 
+use crate::admission::check_token_ids;
 use crate::append::Scratch;
 use crate::chain::{Chain, SpareIds};
 use crate::commit::collapse;
@@ -27,8 +28,9 @@ use crate::{BlockId, Config, Slot, TokenId};
 
 impl BlockManager {
     /// The commit of a decode step, in one pass: each row in `scratch.rows` has computed one token more, whose id comes
-    /// with it. Anything else takes back what the pass did and leaves the rest to the general way.
-    pub(crate) fn commit_step(&mut self, ns: &[u64], token_ids: &[TokenId]) -> bool {
+    /// with it. Anything else, a bad id too, takes back what the pass did and leaves all to the general way.
+    pub(crate) fn commit_step(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> bool {
+        let Some(token_ids) = token_ids else { return false };
         let Self { config, sequences, scratch, copies, pool, .. } = self;
         let Scratch { rows: batch, filled, .. } = scratch;
         let num_rows = batch.len();
@@ -54,7 +56,8 @@ impl BlockManager {
             }
             num_done += 1;
         }
-        if num_done < num_rows {
+        // Only now that the pass has read the ids: they come from memory while it works.
+        if num_done < num_rows || check_token_ids(token_ids, "token_ids").is_err() {
             for &row in &batch[..num_done] {
                 undo(&mut rows[row as usize], &mut chains[row as usize]);
             }

@@ -148,20 +148,21 @@ impl BlockManager {
             return Ok(()); // all tokens count as computed
         }
         let batch = &mut self.batches.all[at];
-        check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
+        let num_rows = batch.rows.len();
         let mut lengths = std::mem::take(&mut batch.lengths);
         lengths.clear();
         match ns {
             None => lengths.extend(batch.rows.iter().map(|&row| self.sequences.rows[row as usize].length)),
-            Some(ns) if ns.len() == batch.rows.len() => lengths.extend_from_slice(ns),
-            Some(ns) => {
-                batch.lengths = lengths;
-                let wanted = format!("one length for each of {} rows", batch.rows.len());
-                return Err(Error::argument("ns", wanted, format!("{} lengths", ns.len())));
-            }
+            Some(ns) => lengths.extend_from_slice(ns),
         }
         std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        let committed = self.commit_found(&lengths, token_ids);
+        let committed = if self.commit_step(&lengths, token_ids) {
+            Ok(())
+        } else {
+            check_token_ids(token_ids.unwrap_or_default(), "token_ids")
+                .and_then(|()| check_num_lengths(num_rows, &lengths))
+                .and_then(|()| self.commit_found(&lengths, token_ids))
+        };
         let batch = &mut self.batches.all[at];
         std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
         batch.lengths = lengths;
@@ -198,4 +199,12 @@ impl BlockManager {
         }
         Ok(())
     }
+}
+
+fn check_num_lengths(num_rows: usize, lengths: &[u64]) -> Result<()> {
+    if lengths.len() == num_rows {
+        return Ok(());
+    }
+    let wanted = format!("one length for each of {num_rows} rows");
+    Err(Error::argument("ns", wanted, format!("{} lengths", lengths.len())))
 }
