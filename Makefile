@@ -12,7 +12,8 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check lint format bench bench-ops bench-metadata equality \
+.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check gpu-test bench-gpu lint format bench bench-ops \
+	bench-metadata equality \
 	instructions instructions-update soak build wheel docs clean
 
 help: ## list the targets
@@ -55,6 +56,12 @@ sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBeh
 
 cuda-check: $(READY) ## compile the CUDA kernels, hold them to their budgets (gets nvcc from pip if there is none)
 	$(PY) tools/check_cuda.py --table
+
+gpu-test: $(BUILT) ## everything that needs a GPU but timing: device tests, compute-sanitizer, decode script
+	$(PY) benches/gpu.py --only build,check
+
+bench-gpu: $(BUILT) ## the same, then decode against the copy bandwidth and the installed peers
+	$(PY) benches/gpu.py --json build/gpu.json
 
 lint: $(BUILT) ## formatting, lints, types and stubs
 	cargo fmt --all --check
