@@ -29,6 +29,7 @@ def decode(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     block_size: options.BlockSize = 16,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Record no CUDA graphs.")] = False,
     show_blocks: Annotated[bool, typer.Option("--show-blocks", help="Show block tables and slots.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compare with transformers; exit 1 on a difference.")] = False,
 ) -> None:
@@ -37,7 +38,7 @@ def decode(
     texts = prompts or list(options.BUILT_IN_PROMPTS)
     if check and dtype == "auto":
         dtype = "float32"  # the only one in which differences are small
-    llm = LLM(model, device=device, dtype=dtype, block_size=block_size, seed=seed)
+    llm = LLM(model, device=device, dtype=dtype, block_size=block_size, seed=seed, enforce_eager=enforce_eager)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
 
     finished = stream(llm, texts, params, console, titles=texts)

@@ -5,12 +5,12 @@ then the manager is told that they are written. `run` takes a step of a `DecodeB
 leaves the telling to the caller; `step` does it all for sequences that are in no batch.
 
 What the device reads lies in tensors that are made once (`StepTensors`), and a decode step can be padded to a few fixed
-numbers of rows whose padding writes nothing: what a captured graph needs. On a CPU the device reads the batch's own
-buffers, so a steady decode copies nothing but its B input tokens.
+numbers of rows whose padding writes nothing: so it can be recorded and replayed (`kvpager.graphs`). On a CPU the device
+reads the batch's own buffers, so a steady decode copies nothing but its B input tokens.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.decode_batch import BatchBuffers, BatchStep
 from kvpager.errors import ArgumentError
+from kvpager.graphs import Replay
 from kvpager.models import DecoderForCausalLM
 
 
@@ -40,6 +41,7 @@ class StepTensors:
         T = buffers.slot_mapping.shape[0]
         self.input_ids = torch.zeros(T, dtype=torch.int64, device=device)
         self.positions = torch.zeros(T, dtype=torch.int64, device=device)
+        self.replays: dict[int, Replay] = {}  # recorded decode steps, by padded number of rows
         self._device = device
         is_copied = device.type != "cpu" if copied is None else copied
         self._copies = _to_device(buffers, device) if is_copied else None
@@ -104,6 +106,8 @@ class ModelRunner:
         decode_sizes: numbers of rows, ascending, to which a step that only decodes is padded; the batch's buffers must
             have room for them. Empty: steps are run as they are.
         fixed_split: see `EngineConfig`.
+        capture: records a computation; None: steps are run anew each time. Padded decode steps are recorded, so their
+            tensors must be copied ones (`StepTensors`).
     """
 
     def __init__(
@@ -114,12 +118,14 @@ class ModelRunner:
         *,
         decode_sizes: Sequence[int] = (),
         fixed_split: int = 0,
+        capture: Callable[[Callable[[], Tensor]], Replay] | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
         self.decode_sizes = tuple(decode_sizes)
         self.fixed_split = fixed_split
+        self.capture = capture
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -144,14 +150,20 @@ class ModelRunner:
             max_query_len, max_seq_len: upper bounds of `counts` and of the rows' lengths.
 
         Returns:
-            Hidden states [T, C] of the new tokens.
+            Hidden states [T, C] of the new tokens; of a recorded step they stay until the next one is run.
         """
         if copies := self.block_manager.take_copies():
             self.cache.copy_blocks(copies)
         found = tensors.load(step, buffers, input_ids, counts)
         B, T = step.num_rows, step.num_tokens
+        is_recorded = False
         if counts is None:
             B = T = self._padded(B, len(found.seq_lens))
+            is_recorded = self.capture is not None and B in self.decode_sizes
+        if is_recorded and (replay := tensors.replays.get(B)) is not None:
+            return replay()[: step.num_tokens]
+        if is_recorded:  # what is recorded must hold for every later step
+            max_seq_len = found.block_tables.shape[1] * self.cache.block_size
         metadata = AttentionMetadata(
             slot_mapping=found.slot_mapping[:T],
             block_tables=found.block_tables[:B],
@@ -161,8 +173,14 @@ class ModelRunner:
             max_seq_len=max_seq_len,
             fixed_split=self.fixed_split,
         )
-        hidden: Tensor = self.model(tensors.input_ids[:T], tensors.positions[:T], self.cache, metadata)  # [T, C]
-        return hidden[: step.num_tokens]
+
+        def compute() -> Tensor:
+            hidden: Tensor = self.model(tensors.input_ids[:T], tensors.positions[:T], self.cache, metadata)  # [T, C]
+            return hidden
+
+        if is_recorded and self.capture is not None:
+            tensors.replays[B] = compute = self.capture(compute)
+        return compute()[: step.num_tokens]
 
     def _padded(self, num_rows: int, room: int) -> int:
         place = bisect_left(self.decode_sizes, num_rows)

@@ -1,6 +1,8 @@
 """A step's tensors: read in place or copied to a device, padded or not, the model gets the same."""
 
 import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,10 @@ import pytest
 import torch
 
 from kvpager import LLM, SamplingParams
+from kvpager.config import EngineConfig
+from kvpager.engine import build
+from kvpager.engine.build import can_capture
+from kvpager.graphs import decode_sizes
 from kvpager.runner import StepTensors
 
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (13, 14, 9, 24, 16, 1)]
@@ -108,3 +114,67 @@ def test_positions_of_mixed_rows() -> None:
     tensors.load(step, batch.buffers[step.buffer_set], np.arange(5), counts)
     assert tensors.positions[:5].tolist() == [5, 2, 3, 4, 5]
     assert tensors.input_ids[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+class Recorder:
+    """Stands for CUDA graphs: what it was given first is run again, into the same result, whatever comes later."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.recorded += 1
+        result = compute().clone()
+
+        def replay() -> torch.Tensor:
+            self.replayed += 1
+            return result.copy_(compute())
+
+        return replay
+
+
+def test_recorded_steps_give_the_same(expected: list[Any]) -> None:
+    """Nothing of a later step is seen but what lies in the static tensors."""
+    llm = make_llm()
+    llm.runner.decode_sizes = decode_sizes(5)
+    llm.runner.capture = recorder = Recorder()
+    llm.engine._tensors = tensors = StepTensors(llm.engine._batch.buffers[0], torch.device("cpu"), copied=True)
+    assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert set(tensors.replays) <= {1, 2, 4, 5}
+    assert recorder.recorded == len(tensors.replays) >= 2
+    assert recorder.replayed > 3 * recorder.recorded
+    assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert recorder.recorded == len(tensors.replays)
+
+
+@pytest.mark.parametrize("most", range(1, 70))
+def test_sizes_pad_little(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        padded = next(size for size in sizes if size >= rows)
+        assert padded < rows + 8
+        assert padded < 2 * rows or padded == 1
+
+
+def test_steps_are_recorded_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_capture(EngineConfig())
+    monkeypatch.setattr(build, "native_status", lambda: SimpleNamespace(cuda_kernels=True))
+    assert not can_capture(EngineConfig())
+    assert can_capture(EngineConfig(device="cuda:1"))
+    assert not can_capture(EngineConfig(device="cuda", enforce_eager=True))
+    assert not can_capture(EngineConfig(device="cuda", attention_backend="flashinfer"))
+    monkeypatch.setattr(build, "native_status", lambda: SimpleNamespace(cuda_kernels=False))
+    assert not can_capture(EngineConfig(device="cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_cuda_graphs_give_what_eager_steps_give() -> None:
+    eager, captured = (
+        LLM(device="cuda", dtype="float32", num_blocks=64, block_size=16, enforce_eager=enforce_eager)
+        for enforce_eager in (True, False)
+    )
+    wanted = [output.outputs[0].token_ids for output in eager.generate(PROMPTS, PARAMS)]
+    assert [output.outputs[0].token_ids for output in captured.generate(PROMPTS, PARAMS)] == wanted

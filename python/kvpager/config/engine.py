@@ -32,6 +32,7 @@ class EngineConfig:
             "flashinfer", "flash_attn" or "reference".
         fixed_split: cut the sequences of a decode's attention every so many tokens instead of where it suits the
             threads; then a decode's scores are the same, bit for bit, whatever else is in its step. 0: cut freely.
+        enforce_eager: never record decode steps as CUDA graphs; on a CPU they never are.
     """
 
     device: str = "cpu"
@@ -47,6 +48,7 @@ class EngineConfig:
     watermark_blocks: int | None = None
     attention_backend: str = "auto"
     fixed_split: int = 0
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         supported = ("auto", *DTYPES, "float64")

@@ -9,8 +9,10 @@ from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
+from kvpager.graphs import CudaCapture, decode_sizes
 from kvpager.loader import ModelFiles
 from kvpager.models import DecoderForCausalLM
+from kvpager.native import native_status
 from kvpager.runner import ModelRunner
 from kvpager.tokenizer import Tokenizer
 
@@ -42,7 +44,18 @@ def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:
     files.load(model, dtype=dtype, device=device)
     cache = _make_cache(model_config, config, dtype)
     manager = KVBlockManager(cache.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
-    return ModelRunner(model.eval(), cache, manager, fixed_split=config.fixed_split)
+    is_recorded = can_capture(config)
+    return ModelRunner(
+        model.eval(), cache, manager, fixed_split=config.fixed_split,
+        decode_sizes=decode_sizes(config.max_num_seqs) if is_recorded else (),
+        capture=CudaCapture() if is_recorded else None,
+    )  # fmt: skip
+
+
+def can_capture(config: EngineConfig) -> bool:
+    """Whether decode steps are recorded: on CUDA, by kernels that need no look at their inputs on the host."""
+    is_cuda = torch.device(config.device).type == "cuda" and native_status().cuda_kernels
+    return is_cuda and not config.enforce_eager and config.attention_backend in ("auto", "native", "flash_attn")
 
 
 def _usable_device(name: str) -> torch.device:

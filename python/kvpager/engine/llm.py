@@ -29,9 +29,9 @@ class LLM:
     Args:
         model: a Hugging Face folder, a GGUF file or a hub name; None: the small one that comes with kvpager.
         device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed, max_num_batched_tokens,
-            max_model_len, enable_prefix_caching, watermark_blocks, attention_backend, fixed_split: see `EngineConfig`.
-            With neither `num_blocks` nor a budget the pool takes 1 GiB, or less where `max_num_seqs` sequences of the
-            model's full length need less.
+            max_model_len, enable_prefix_caching, watermark_blocks, attention_backend, fixed_split, enforce_eager: see
+            `EngineConfig`. With neither `num_blocks` nor a budget the pool takes 1 GiB, or less where `max_num_seqs`
+            sequences of the model's full length need less.
         trace: a file that gets a JSON line for every step: what it did and why; see `kvpager.engine.trace`.
 
     Raises:
@@ -55,6 +55,7 @@ class LLM:
         watermark_blocks: int | None = None,
         attention_backend: str = EngineConfig.attention_backend,
         fixed_split: int = EngineConfig.fixed_split,
+        enforce_eager: bool = EngineConfig.enforce_eager,
         trace: str | Path | None = None,
     ) -> None:
         self.config = EngineConfig(
@@ -71,6 +72,7 @@ class LLM:
             watermark_blocks,
             attention_backend,
             fixed_split,
+            enforce_eager,
         )
         files = open_model(model)
         self.folder, self.model_config = files.path, files.config
