@@ -29,7 +29,7 @@ CUDA_ARCHS = ("sm_80", "sm_90", "compute_90")  # the last is PTX, compiled by th
 COMMON_FLAGS = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
 # -O3, not -O2: plain loops are vectorised only there. No fast-math: NaN and inf have meanings here.
 CXX_FLAGS = (*COMMON_FLAGS, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-NVCC_FLAGS = (*COMMON_FLAGS, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+NVCC_FLAGS = (*COMMON_FLAGS, "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 # Compiler flags of each instruction set of `*.isa.cpp` sources, by machine; the sets of csrc/cpu/isa.h.
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -187,10 +187,11 @@ class CudaObject:
     log: str
 
 
-def compile_cuda(root: Path, cache: Path, cuda_home: Path, *, flags: tuple[str, ...] = ()) -> list[CudaObject]:
-    """Compile the CUDA sources to objects for all architectures, or find them in `cache`; `BuildError` if one fails."""
+def compile_cuda(root: Path, cuda_home: Path) -> list[CudaObject]:
+    """Compile the CUDA sources to the objects that a build would, or find them; `BuildError` if one fails."""
+    cache = root / "build" / "native"
     cache.mkdir(parents=True, exist_ok=True)
-    steps = _cuda_steps(root, cache, _find_torch(), _find_compiler(), cuda_home, CUDA_ARCHS, flags)
+    steps = _cuda_steps(root, cache, _find_torch(), _find_compiler(), cuda_home, CUDA_ARCHS)
     _compile(steps, BuildReport(cache), verbose=False)
     return [CudaObject(step.source, step.object, step.object.with_suffix(".log").read_text()) for step in steps]
 
@@ -256,11 +257,10 @@ def _cuda_steps(
     compiler: tuple[str, ...],
     cuda_home: Path,
     archs: tuple[str, ...],
-    extra: tuple[str, ...] = (),
 ) -> list[_Step]:
     nvcc = str(cuda_home / "bin" / "nvcc")
     codes = tuple(f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in archs)
-    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *extra, *codes, "-isystem", str(torch_dir / "include"))
+    command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *codes, "-isystem", str(torch_dir / "include"))
     sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
     return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
 

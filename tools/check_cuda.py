@@ -118,7 +118,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         home = toolkit(pinned_cuda(metadata.requires("torch") or []))
-        objects = compile_cuda(ROOT, ROOT / "build" / "cuda-check", home, flags=("-Xptxas", "-v"))
+        objects = compile_cuda(ROOT, home)
         reports = reports_of(objects, home)
     except (BuildError, ValueError) as error:
         print(f"cuda-check: {error}", file=sys.stderr)
