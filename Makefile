@@ -42,16 +42,18 @@ test-rust: ## tests and examples of the Rust core (needs no Python)
 	cargo test --quiet --locked
 
 test-python: $(BUILT) ## tests of the package
+	$(PY) build_backend/native_build.py --emulated
 	$(PY) -m pytest
 
 # Python knows neither the sanitizer nor C++'s exceptions, which it watches: both go first. Python leaks on purpose.
 sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PY) build_backend/native_build.py --sanitize
+	$(PY) build_backend/native_build.py --sanitize --emulated
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_NATIVE=build/sanitized/_C.abi3.so \
 		KVPAGER_SANITIZE=1 \
 		$(PY) -m pytest -q -s -p no:cacheprovider -k "not reference and not compiled" \
-		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_emulated.py tests/ops/test_properties.py \
+		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_emulated*.py tests/ops/test_properties.py \
 		tests/ops/test_quantised.py tests/ops/test_registration.py tests/ops/test_split.py
 
 cuda-check: $(READY) ## compile the CUDA kernels, hold them to their budgets (gets nvcc from pip if there is none)

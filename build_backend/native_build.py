@@ -152,6 +152,11 @@ def build_native(
     return report
 
 
+def emulated_path(root: Path, sanitize: bool = False) -> Path:
+    """Where tests look for the emulated kernels."""
+    return root / "build" / ("sanitized" if sanitize else "native") / "emulated" / "kvpager_emulated.so"
+
+
 def build_emulated(root: Path, out: Path, *, verbose: bool = False, sanitize: bool = False) -> BuildReport:
     """Build the CUDA kernels and their launchers for the CPU, on the emulator of csrc/testing/; for tests.
 
@@ -346,8 +351,19 @@ def main() -> int:
         "--sanitize", action="store_true", help="build into build/sanitized/_C.abi3.so, for `make sanitize`"
     )
     parser.add_argument("--require-cuda", action="store_true", help="fail if the CUDA kernels can't be compiled in")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="build the CUDA kernels for the CPU instead, for tests (see csrc/testing)",
+    )
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
+    if options.emulated:
+        report = build_emulated(
+            root, emulated_path(root, options.sanitize), verbose=options.verbose, sanitize=options.sanitize
+        )
+        print(report)
+        return 0 if report.built else 1
     out = root / ("build/sanitized/_C.abi3.so" if options.sanitize else "python/kvpager/_C.abi3.so")
     report = build_native(
         root, out, verbose=options.verbose, sanitize=options.sanitize, require_cuda=options.require_cuda

@@ -51,7 +51,7 @@ def emulated_library() -> torch.library.Library:
     sys.modules[spec.name] = native_build  # its dataclasses look their module up by name
     spec.loader.exec_module(native_build)
     sanitize = os.environ.get("KVPAGER_SANITIZE") == "1"
-    out = ROOT / "build" / ("sanitized" if sanitize else "native") / "emulated" / "kvpager_emulated.so"
+    out = native_build.emulated_path(ROOT, sanitize)
     report = native_build.build_emulated(ROOT, out, sanitize=sanitize)
     if not report.built and "could not compile" not in report.reason:
         pytest.skip(report.reason)
