@@ -29,8 +29,10 @@ template <>
 struct Steps<bfloat16> {
   static constexpr int kStep = 2 * kWidth;
   using Numbers = Bf16Vec;
-  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source) { return load_bf16(source); }
-  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source, int64_t count) { return load_bf16_partial(source, count); }
+  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source) { return (Bf16Vec)load_units(source); }
+  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source, int64_t count) {
+    return (Bf16Vec)load_units_partial(source, count);
+  }
   static KVPAGER_INLINE Vec multiply_add(Vec sums, Bf16Vec a, Bf16Vec b) { return dot_bf16(sums, a, b); }
 };
 #endif
