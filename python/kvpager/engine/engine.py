@@ -12,7 +12,6 @@ a stop, an error, `abort` - gives its blocks back in that moment.
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,34 +20,13 @@ from kvpager.config import EngineConfig, ModelConfig
 from kvpager.decode_batch import DecodeBatch
 from kvpager.engine.outputs import EngineStats, RequestOutput, StreamEvent
 from kvpager.engine.requests import Completion, Prompt, Request, RequestFactory
+from kvpager.engine.rows import SamplerRows, keep_prompt_logprobs
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError
 from kvpager.runner import ModelRunner, StepTensors
-from kvpager.sampling import SampledTokens, Sampler, SamplingParams, position_logprobs
+from kvpager.sampling import SampledTokens, Sampler, SamplingParams
 from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence
 from kvpager.tokenizer import Tokenizer
-
-
-@dataclass
-class _SamplerRows:
-    """Keeps the sampler's rows those of the batch, and each sequence's completion at hand."""
-
-    engine: "Engine"
-    completions: dict[int, tuple[Request, Completion]] = field(default_factory=dict)
-
-    def add_row(self, sequence: Sequence) -> None:
-        request, completion = self.completions[sequence.sequence_id]
-        self.engine.sampler.add(
-            request.params,
-            completion.seed,
-            request.prompt_token_ids,
-            sequence.output_token_ids,
-            tuple(sequence.stop_token_ids),
-        )
-
-    def remove_row(self, sequence: Sequence) -> None:
-        self.engine.sampler.remove(sequence.row)
-        self.completions[sequence.sequence_id][1].state = self.engine.block_manager.sequences[sequence.sequence_id]
 
 
 class Engine:
@@ -92,7 +70,7 @@ class Engine:
             pin_memory=runner.device.type == "cuda",
         )
         self._tensors = StepTensors(self._batch.buffers[0], runner.device)
-        self._rows = _SamplerRows(self)
+        self._rows = SamplerRows(self.sampler, manager)
         watermark = config.watermark_blocks
         self.scheduler = Scheduler(
             manager,
@@ -220,7 +198,7 @@ class Engine:
                 max_query_len=step.max_query_len,
                 max_seq_len=step.max_seq_len,
             )
-            self._keep_prompt_logprobs(step, hidden)
+            keep_prompt_logprobs(step, hidden, self.scheduler, self.runner, self._rows.completions)
             if self._trace is not None:
                 self._trace.note_step(step, self.scheduler, self._name)
             due = self.scheduler.commit(step)
@@ -302,23 +280,6 @@ class Engine:
         return StreamEvent(
             request.request_id, request.index, token_id, piece, reason, output, completion.index, completion.state
         )
-
-    def _keep_prompt_logprobs(self, step: ScheduledStep, hidden: Tensor) -> None:
-        """Log-probabilities of the prompt tokens whose predecessors this step computed, for requests that asked."""
-        if step.counts is None:
-            return
-        start = 0
-        for sequence, num_tokens in zip(self.scheduler.running, step.counts.tolist(), strict=True):
-            request, completion = self._rows.completions[sequence.sequence_id]
-            if request.prompt_logprobs is not None and completion.index == 0:
-                first = self.scheduler.num_computed_tokens(sequence) - num_tokens
-                stop = min(first + num_tokens, len(request.prompt_token_ids) - 1)
-                if first < stop:
-                    scores = self.runner.logits(hidden[start : start + stop - first])
-                    tokens = request.prompt_token_ids[first + 1 : stop + 1]
-                    wanted = [request.params.prompt_logprobs or 0] * len(tokens)
-                    request.prompt_logprobs[first + 1 : stop + 1] = position_logprobs(scores, tokens, wanted)
-            start += num_tokens
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

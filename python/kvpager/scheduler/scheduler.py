@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpager.errors import ArgumentError, ConfigError, OutOfBlocksError, SequenceTooLongError, StateError
+from kvpager.errors import ConfigError, OutOfBlocksError, StateError
+from kvpager.scheduler.admission import Admission
 from kvpager.scheduler.rows import RowFollower, Rows, StopTable
 from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
@@ -76,6 +77,7 @@ class Scheduler:
         self.watermark_blocks = watermark_blocks
         self.counts = SchedulerCounts()
         self._followers = tuple(followers)
+        self._admission = Admission(manager, batch.max_blocks, max_num_seqs)
         self._waiting = WaitingQueue()
         self._rows = Rows.make(max_num_seqs)
         self._prefilling: dict[Sequence, None] = {}
@@ -83,8 +85,6 @@ class Scheduler:
         self._num_fresh_forks = 0  # since the last step: their tails are shared
         self._num_added = 0
         self._input_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
-        self._no_slots = np.zeros(0, dtype=np.int64)
-        self._refused: tuple[Sequence, int, int] | None = None
         self._stops = StopTable()
 
     # Who is here ------------------------------------------------------------------------------------------------------
@@ -119,19 +119,7 @@ class Scheduler:
             SequenceTooLongError: it can never fit, however long one waits.
             ArgumentError: no token in it, none to generate, or more forks than rows.
         """
-        P, new = sequence.num_prompt_tokens, sequence.max_tokens
-        if P < 1 or new < 1:
-            raise ArgumentError("sequence", "at least one prompt token and one to generate", f"{P} and {new}")
-        if 1 + len(sequence.pending) > self.max_num_seqs:
-            wanted = f"at most {self.max_num_seqs} sequences of one prompt, as `max_num_seqs` says"
-            raise ArgumentError("sequence", wanted, 1 + len(sequence.pending))
-        needed = self._blocks_for(P + new - 1)  # the last token takes no slot
-        room = min(self.manager.num_blocks, self.batch.max_blocks)
-        if needed > room:
-            raise SequenceTooLongError(
-                f"{P} prompt tokens and {new} new ones need {needed} blocks of {self.manager.block_size} tokens, "
-                f"{room} is the most; set `num_blocks` to at least {needed} or ask for fewer tokens"
-            )
+        self._admission.check_fits(sequence)
         for each in (sequence, *sequence.pending):
             each.arrival = self._num_added
             self._num_added += 1
@@ -265,27 +253,12 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence) -> bool:
         """Admit a sequence if its whole prompt fits beside the needs of those who run. O(its tokens)."""
-        manager, resumed = self.manager, sequence.num_cached_tokens is not None
         kept_back = self._promised_blocks() + (self.watermark_blocks if self._rows.sequences else 0)
-        asked = (sequence, manager.num_free_blocks - kept_back, manager.stats.indexed)
-        if asked == self._refused:
+        num_computed = self._admission.enter(sequence, kept_back)
+        if num_computed is None:
             return False
-        if manager.can_admit(sequence.sequence_id, sequence.token_ids, salt=sequence.salt, resumed=resumed):
-            num_computed = manager.admit(
-                sequence.sequence_id,
-                sequence.token_ids,
-                num_new_tokens=0,  # `batch.step` takes the slots, chunk by chunk
-                salt=sequence.salt,
-                resumed=resumed,
-                out=self._no_slots,
-            ).num_computed_tokens
-            needed = self._blocks_for(len(sequence.token_ids)) - self._blocks_for(num_computed)
-            if needed + kept_back <= manager.num_free_blocks:
-                self._run(sequence, num_computed)
-                return True
-            manager.release_sequence(sequence.sequence_id)
-        self._refused = asked
-        return False
+        self._run(sequence, num_computed)
+        return True
 
     def _run(self, sequence: Sequence, num_computed: int) -> None:
         self._waiting.pop()
@@ -323,7 +296,11 @@ class Scheduler:
         promised = int(np.count_nonzero(lengths % size == 0)) + min(self._num_fresh_forks, len(lengths))
         for sequence in self._prefilling:
             length = int(rows.length[sequence.row])
-            promised += self._blocks_for(len(sequence.token_ids)) - self._blocks_for(length) - (length % size == 0)
+            promised += (
+                self._admission.blocks_for(len(sequence.token_ids))
+                - self._admission.blocks_for(length)
+                - (length % size == 0)
+            )
         return promised
 
     # Computing --------------------------------------------------------------------------------------------------------
@@ -404,20 +381,8 @@ class Scheduler:
         self._prefilling.pop(sequence, None)
         self._num_pending -= len(sequence.pending)
 
-    # Arithmetic -------------------------------------------------------------------------------------------------------
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.manager.block_size)
-
     def _uncomputed(self, sequence: Sequence) -> int:
         return len(sequence.token_ids) - int(self._rows.length[sequence.row])
 
     def _stalled(self) -> StateError:
-        sequence, stats = self._waiting.first(), self.manager.stats
-        needed = self._blocks_for(len(sequence.token_ids))
-        total = stats.num_blocks
-        return StateError(
-            f"nothing can run: sequence {sequence.sequence_id} needs {needed} blocks, {self.manager.num_free_blocks} "
-            f"free of {total}, and no running request will give any back ({stats.live} are held outside of the "
-            f"scheduler); free them or set `num_blocks` to at least {needed + total - self.manager.num_free_blocks}"
-        )
+        return self._admission.stalled(self._waiting.first())

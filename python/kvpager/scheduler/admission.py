@@ -1,0 +1,96 @@
+"""`Admission`: whether a sequence can ever fit, whether it may come in now, and what is said when nobody can.
+
+It owns no rows and runs nothing; the scheduler asks, and does.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
+from kvpager.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from kvpager.block_manager import KVBlockManager
+
+
+class Admission:
+    """The door to one pool.
+
+    Args:
+        manager: the pool.
+        max_blocks: most blocks of a row.
+        max_num_seqs: most rows.
+    """
+
+    def __init__(self, manager: "KVBlockManager", max_blocks: int, max_num_seqs: int) -> None:
+        self._manager = manager
+        self._max_blocks = max_blocks
+        self._max_num_seqs = max_num_seqs
+        self._no_slots = np.zeros(0, dtype=np.int64)
+        self._refused: tuple[Sequence, int, int] | None = None  # what was asked in vain need not be asked again
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-num_tokens // self._manager.block_size)
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse what can never run.
+
+        Raises:
+            SequenceTooLongError: it can never fit, however long one waits.
+            ArgumentError: no token in it, none to generate, or more forks than rows.
+        """
+        P, new = sequence.num_prompt_tokens, sequence.max_tokens
+        if P < 1 or new < 1:
+            raise ArgumentError("sequence", "at least one prompt token and one to generate", f"{P} and {new}")
+        if 1 + len(sequence.pending) > self._max_num_seqs:
+            wanted = f"at most {self._max_num_seqs} sequences of one prompt, as `max_num_seqs` says"
+            raise ArgumentError("sequence", wanted, 1 + len(sequence.pending))
+        needed = self.blocks_for(P + new - 1)  # the last token takes no slot
+        room = min(self._manager.num_blocks, self._max_blocks)
+        if needed > room:
+            raise SequenceTooLongError(
+                f"{P} prompt tokens and {new} new ones need {needed} blocks of {self._manager.block_size} tokens, "
+                f"{room} is the most; set `num_blocks` to at least {needed} or ask for fewer tokens"
+            )
+
+    def enter(self, sequence: Sequence, kept_back: int) -> int | None:
+        """Make the sequence in the pool, with the prefix that is found, if its whole prompt fits. O(its tokens).
+
+        Args:
+            sequence: one that waits.
+            kept_back: blocks that have to be left free.
+
+        Returns:
+            Tokens found; None if it does not fit: then nothing has changed.
+        """
+        manager, resumed = self._manager, sequence.num_cached_tokens is not None
+        asked = (sequence, manager.num_free_blocks - kept_back, manager.stats.indexed)
+        if asked == self._refused:
+            return None
+        if manager.can_admit(sequence.sequence_id, sequence.token_ids, salt=sequence.salt, resumed=resumed):
+            num_computed = manager.admit(
+                sequence.sequence_id,
+                sequence.token_ids,
+                num_new_tokens=0,  # `batch.step` takes the slots, chunk by chunk
+                salt=sequence.salt,
+                resumed=resumed,
+                out=self._no_slots,
+            ).num_computed_tokens
+            needed = self.blocks_for(len(sequence.token_ids)) - self.blocks_for(num_computed)
+            if needed + kept_back <= manager.num_free_blocks:
+                return num_computed
+            manager.release_sequence(sequence.sequence_id)
+        self._refused = asked
+        return None
+
+    def stalled(self, sequence: Sequence) -> StateError:
+        """Nobody runs, and the first who waits does not fit."""
+        manager, stats = self._manager, self._manager.stats
+        needed, total = self.blocks_for(len(sequence.token_ids)), stats.num_blocks
+        return StateError(
+            f"nothing can run: sequence {sequence.sequence_id} needs {needed} blocks, {manager.num_free_blocks} "
+            f"free of {total}, and no running request will give any back ({stats.live} are held outside of the "
+            f"scheduler); free them or set `num_blocks` to at least {needed + total - manager.num_free_blocks}"
+        )
