@@ -10,6 +10,7 @@
 
 namespace kvpager::cuda {
 
+constexpr int kMergeBatch = 8;               // pieces whose loads hide each other's latency
 constexpr unsigned kBadPiece = 0x80000000u;  // in a counter, beside the tokens
 
 // One head's share of a result: 4 dims of the weighted sum, relative to `top`.
@@ -112,12 +113,18 @@ __device__ __forceinline__ void merge_pieces(const P& p, const Schedule& schedul
   for (int i = fresh_thread_index(); i < tile.heads * (D / 4); i += kDecodeThreads) {
     const int head = tile.head + i / (D / 4), four = i % (D / 4);
     Result result;
-#pragma unroll 4
-    for (int index = 0; index < slots.count; ++index) {
-      const int64_t place = slots[index] * p.num_heads + head;
-      const float* pair = workspace.tops_totals + 2 * place;
-      const auto* acc = reinterpret_cast<const float4*>(workspace.accs + place * D);
-      result.add(__ldcg(pair), __ldcg(pair + 1), __ldcg(acc + four));
+    for (int begin = 0; begin < slots.count; begin += kMergeBatch) {
+      float2 pairs[kMergeBatch];
+      float4 accs[kMergeBatch];
+#pragma unroll
+      for (int i = 0; i < kMergeBatch; ++i) {  // all under way before one is needed
+        const int64_t place = slots[smaller(begin + i, slots.count - 1)] * p.num_heads + head;
+        pairs[i] = __ldcg(reinterpret_cast<const float2*>(workspace.tops_totals) + place);
+        accs[i] = __ldcg(reinterpret_cast<const float4*>(workspace.accs + place * D) + four);
+      }
+#pragma unroll
+      for (int i = 0; i < kMergeBatch; ++i)
+        if (begin + i < slots.count) result.add(pairs[i].x, pairs[i].y, accs[i]);
     }
     if (good) write_result(p, result, piece.row, head, four);
   }

@@ -280,3 +280,18 @@ def test_a_change_outside_the_table_is_refused(kernels, bad):
     ):
         with pytest.raises(ArgumentError, match=f"`{argument}`"):
             ops.update_tables(*tensors)
+
+
+def test_parts_fill_the_device_once(monkeypatch, threads):
+    threads(2)
+    assert ops.default_num_parts("cpu", 8) == 8
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    assert [ops.default_num_parts("cuda", heads) for heads in (1, 8, 48, 500)] == [396, 49, 8, 1]
+    sizes = {"max_seq_len": 100, "device": "cuda", "num_kv_heads": 8}
+    free = ops.workspace_bytes(4, 32, 128, **sizes)
+    assert free == ops.workspace_bytes(4, 32, 128, max_seq_len=100, num_parts=49)
+    assert free >= 4 * (4 * 8 + 2 * 48 * 32 * 130)
