@@ -1,15 +1,56 @@
 // The CUDA entry point of prefill attention: which kernel takes a call.
+//
+// prefill.cuh (tensor cores) where `takes_tensor_cores` says so: 16-bit queries, a head dim of at most 256 that 16-byte
+// accesses divide, aligned memory. Where all rows of a sequence (query tokens times heads of a group) fit 16, as with
+// drafts to verify, its variant in which the warps share them. Else attention.cuh, which takes everything.
 #include "attention.h"
+#include "prefill_launch.h"
+#include "units.h"
 
 namespace kvpager::cuda {
 namespace {
+
+constexpr int64_t kFewRows = 16, kLargestHeadDim = 256;
+
+template <class T, class C>
+bool takes_tensor_cores(const AttentionParams<T, C>& params) {
+  const int64_t row_bytes = params.pool.head_dim * static_cast<int64_t>(sizeof(C));
+  const Alignment read = Alignment()
+                             .rows(params.query, sizeof(T))
+                             .cache(params.key_cache, sizeof(C))
+                             .cache(params.value_cache, sizeof(C))
+                             .offset(row_bytes);
+  return params.pool.head_dim <= kLargestHeadDim && read.fits(16) && Alignment().rows(params.out, sizeof(T)).fits(4);
+}
+
+// False if the tensor cores do not take this call.
+template <class T, class C>
+bool attend_on_tensor_cores(const AttentionParams<T, C>& params, const Tensor& beside) {
+  if constexpr (sizeof(T) == 2) {
+    if (!takes_tensor_cores(params)) return false;
+    if (params.num_tokens == 0) return true;
+    const int64_t group = params.num_heads / params.pool.num_kv_heads;
+    launch_prefill(params, params.max_query_len * group <= kFewRows, LaunchScope(beside));
+    return true;
+  }
+  return false;
+}
 
 void paged_prefill(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                    Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, double scale, int64_t max_query_len,
                    int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks,
                    std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
-  attend_plainly(out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks,
-                 {scale, max_query_len, max_seq_len, window, softcap}, key_scale, value_scale);
+  const AttentionOptions options{scale, max_query_len, max_seq_len, window, softcap};
+  bool done = false;
+  with_cache_types("query", query, key_cache, [&](auto number, auto code) {
+    done = attend_on_tensor_cores(attention_params<decltype(number), decltype(code)>(
+                                      out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
+                                      sinks, options, key_scale, value_scale),
+                                  key_cache);
+  });
+  if (!done)
+    attend_plainly(out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, options,
+                   key_scale, value_scale);
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ struct LaunchScope {
   int64_t multiprocessors() const { return 5; }
 };
 
+template <class K>
+void allow_dynamic_shared(K*, int) {}
+
 // A test that wants the pairs of a swap to lie on the device says so.
 inline bool lies_on_device(const Tensor&) { return getenv("KVPAGER_EMULATE_ON_DEVICE") != nullptr; }
 inline void* address_on_device(const char*, const Tensor&, void* address) { return address; }
@@ -86,6 +89,14 @@ struct LaunchScope {
     return count;
   }
 };
+
+// More than 48 KB of dynamic shared memory have to be asked for, by kernel and device.
+template <class K>
+void allow_dynamic_shared(K* kernel, int bytes) {
+  check_cuda(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+      "asking for shared memory");
+}
 
 inline bool lies_on_device(const Tensor& tensor) { return !tensor.is_cpu(); }
 // Where the device finds memory of the tensor: pinned memory has an address there too. Other host memory is refused, for

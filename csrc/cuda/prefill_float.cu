@@ -1,0 +1,9 @@
+// Prefill over caches of the queries' type.
+#include "prefill_launch.cuh"
+
+namespace kvpager::cuda {
+
+template void launch_prefill(const AttentionParams<float16, float16>&, bool, const LaunchScope&);
+template void launch_prefill(const AttentionParams<bfloat16, bfloat16>&, bool, const LaunchScope&);
+
+}  // namespace kvpager::cuda
