@@ -1,8 +1,8 @@
 // The CUDA entry point of prefill attention: which kernel takes a call.
 //
 // prefill.cuh (tensor cores) where `takes_tensor_cores` says so: 16-bit queries, a head dim of at most 256 that 16-byte
-// accesses divide, aligned memory. Where all rows of a sequence (query tokens times heads of a group) fit 16, as with
-// drafts to verify, its variant in which the warps share them. Else attention.cuh, which takes everything.
+// accesses divide, aligned memory. Where a sequence has at most 8 query tokens, as with drafts to verify, its variant for
+// few rows. Else attention.cuh, which takes everything.
 #include "attention.h"
 #include "prefill_launch.h"
 #include "units.h"
@@ -10,7 +10,7 @@
 namespace kvpager::cuda {
 namespace {
 
-constexpr int64_t kFewRows = 16, kLargestHeadDim = 256;
+constexpr int64_t kFewTokens = 8, kLargestHeadDim = 256;
 
 template <class T, class C>
 bool takes_tensor_cores(const AttentionParams<T, C>& params) {
@@ -29,8 +29,7 @@ bool attend_on_tensor_cores(const AttentionParams<T, C>& params, const Tensor& b
   if constexpr (sizeof(T) == 2) {
     if (!takes_tensor_cores(params)) return false;
     if (params.num_tokens == 0) return true;
-    const int64_t group = params.num_heads / params.pool.num_kv_heads;
-    launch_prefill(params, params.max_query_len * group <= kFewRows, LaunchScope(beside));
+    launch_prefill(params, params.max_query_len <= kFewTokens, beside, LaunchScope(beside));
     return true;
   }
   return false;

@@ -12,62 +12,17 @@
 // the most. Query rows past the last sequence are a sequence of length 0: zeros, and lse -inf.
 // A row's numbers depend on its own position and on the tiles at absolute multiples of kTile only.
 //
+// Where the sequences of few rows are few as well, their positions are cut over `num_splits` blocks: each leaves sums in a
+// workspace, and the last to arrive merges them in order.
+//
 // Bytes: K and V once for each block that sees them, out of L2 for all but the first. Work: 4 D operations a row and
 // position. Shared memory (dynamic) at D = 128: 64 KB, 48 KB for codes; 3 blocks on an SM of sm_90.
 // budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 mma=16
 #pragma once
-#include "attention.cuh"
+#include "prefill_merge.cuh"
 #include "prefill_tile.cuh"
 
 namespace kvpager::cuda {
-
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-// A block's rows; num_rows is 0 if it has none, or if a value does not fit (reported). Same answer in every thread.
-template <int kRows, class T, class C>
-__device__ PrefillRows prefill_rows(const AttentionParams<T, C>& p, int64_t block, unsigned* errors) {
-  const int64_t group = p.num_heads / p.pool.num_kv_heads, B = p.num_sequences;
-  const auto first_block = [&](int64_t b) { return int64_t{p.query_start_loc[b]} * group / kRows + b; };
-  int64_t low = 0, high = B + 1;  // the last sequence whose blocks begin at or before this one; B = past them all
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (first_block(middle) <= block ? low : high) = middle;
-  }
-  const int64_t start = p.query_start_loc[low], stop = low < B ? p.query_start_loc[low + 1] : p.num_tokens;
-  const int64_t length = low < B ? p.seq_lens[low] : 0, query_len = stop - start;
-  const int64_t first_row = (block - first_block(low)) * kRows, rows = query_len * group - first_row;
-  PrefillRows none{};
-  if (start < 0 || stop > p.num_tokens || first_row < 0 || rows <= 0) return none;  // reported with all starts
-  if (low < B && (!length_is_valid(p, length) || query_len > length || query_len > p.max_query_len)) return none;
-  const int32_t num_rows = static_cast<int32_t>(rows < kRows ? rows : kRows);
-  const int64_t position = length - query_len;  // of the sequence's first query
-  const int64_t first = position + first_row / group;
-  return {low,
-          start,
-          static_cast<int32_t>(length),
-          static_cast<int32_t>(query_len),
-          static_cast<int32_t>(first_row),
-          num_rows,
-          static_cast<int32_t>(first),
-          static_cast<int32_t>(position + (first_row + num_rows - 1) / group),
-          static_cast<int32_t>(length > 0 ? p.first_visible(first) : 0)};
-}
-
-// Whether every table entry that the rows read names a block; the same in every thread, reported by the first.
-template <class T, class C>
-__device__ bool table_is_valid(const AttentionParams<T, C>& p, const PrefillRows& rows, unsigned* errors) {
-  const int64_t S = p.pool.block_size;
-  bool bad = false;
-  // In bounds: last_position < length <= max_blocks * S.
-  for (int64_t column = rows.first_seen / S + threadIdx.x; column <= rows.last_position / S;
-       column += kPrefillThreads) {
-    const int32_t block = p.block_tables.at(rows.sequence, column);
-    bad |= block < 0 || block >= p.pool.num_blocks;
-  }
-  if (!__syncthreads_or(bad)) return true;
-  if (threadIdx.x == 0) report(errors, kBlockTables);
-  return false;
-}
 
 template <class T, class C, int kHeadDim, int kRowWarps>
 class PrefillBlock {
@@ -76,24 +31,29 @@ class PrefillBlock {
 
  public:
   __device__ __forceinline__ PrefillBlock(const AttentionParams<T, C>& params, const PrefillRows& block_rows,
-                                          int64_t head, char* shared)
-      : p(params), rows(block_rows), kv_head(head), memory(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32),
-        warp_row(warp / Shape::kColumnWarps * 16), warp_column(warp % Shape::kColumnWarps * kColumns) {}
+                                          int64_t head, const PrefillSplit& cut, char* shared)
+      : p(params), rows(block_rows), kv_head(head), split(cut), memory(shared), lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32), warp_row(warp / Shape::kColumnWarps * 16),
+        warp_column(warp % Shape::kColumnWarps * kColumns) {}
 
   __device__ __forceinline__ void run() {
+    constexpr int kTile = Shape::kTile;
+    const int32_t first_tile = rows.first_seen / kTile, num_tiles = rows.last_position / kTile - first_tile + 1;
+    const int32_t per_split = (num_tiles + split.num_splits - 1) / split.num_splits;
+    begin = (first_tile + static_cast<int32_t>(blockIdx.z) * per_split) * kTile;
+    stop = begin + per_split * kTile <= rows.last_position ? begin + per_split * kTile : rows.last_position + 1;
     start();
-    const int32_t first = rows.first_seen / Shape::kTile * Shape::kTile;
     float scale = 0;
-    for (int32_t base = first; base <= rows.last_position; base += Shape::kTile) {
-      const int stage = Shape::kCodes ? 0 : (base - first) / Shape::kTile % 2;
+    for (int32_t base = begin; base < stop; base += kTile) {
+      const int stage = Shape::kCodes ? 0 : (base - begin) / kTile % 2;
       char* keys = memory + stage * Shape::kStageBytes;
       if constexpr (Shape::kCodes) {
-        if (base == first) scale = fetch_scale<T, C, Shape>(p, rows, kv_head, base);
+        if (base == begin) scale = fetch_scale<T, C, Shape>(p, rows, kv_head, base);
         widen_codes(scale);
-        fetch(base + Shape::kTile, 0);  // over the codes that all have widened
-        scale = fetch_scale<T, C, Shape>(p, rows, kv_head, base + Shape::kTile);
+        fetch(base + kTile, 0);  // over the codes that all have widened
+        scale = fetch_scale<T, C, Shape>(p, rows, kv_head, base + kTile);
       } else {
-        fetch(base + Shape::kTile, 1 - stage);
+        fetch(base + kTile, 1 - stage);
         cp_async_wait<1>();  // all but the tile just asked for
         __syncthreads();
       }
@@ -107,7 +67,7 @@ class PrefillBlock {
 
  private:
   __device__ __forceinline__ void fetch(int32_t base, int stage) {
-    if (base <= rows.last_position) {
+    if (base < stop) {
       char* keys = memory + (Shape::kCodes ? Shape::kStageBytes : stage * Shape::kStageBytes);
       fetch_tile<T, C, Shape>(p, rows, kv_head, base, keys,
                               keys + (Shape::kCodes ? Shape::kCodeBytes : Shape::kTileBytes));
@@ -145,7 +105,7 @@ class PrefillBlock {
                  : p.query.data;
       cp_async_16(queries + chunk_at<kChunks>(row, chunk), from, wanted);
     }
-    fetch(rows.first_seen / Shape::kTile * Shape::kTile, 0);
+    fetch(begin, 0);
     cp_async_wait<0>();
     __syncthreads();
     if constexpr (Shape::kQueryInRegisters) {
@@ -156,8 +116,9 @@ class PrefillBlock {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       position[half] = exists(half) ? rows.length - rows.query_len + row_of(half) / group() : -1;
-      // A sink is a logit without a value; of lanes and warps that share a row one begins with it.
-      const float sink = exists(half) && p.sinks.data && warp_column == 0 ? p.sinks[head_of(half)] : -INFINITY;
+      // A sink is a logit without a value; of lanes, warps and blocks that share a row one begins with it.
+      const float sink =
+          exists(half) && p.sinks.data && warp_column == 0 && blockIdx.z == 0 ? p.sinks[head_of(half)] : -INFINITY;
       top[half] = sink * kLog2E;
       total[half] = sink > -INFINITY && lane % 4 == 0 ? 1.0f : 0.0f;
     }
@@ -336,47 +297,58 @@ class PrefillBlock {
           parts[row * kHeadDim + 8 * n + lane % 4 * 2 + e] = sums[n][2 * half + e] * value_scale_unit;
     }
     __syncthreads();
+    const auto part_of_warp = [&](int warp_index, int row, int d) {
+      const int at = warp_index * 16 + row;
+      return PrefillPart{tops[at], totals[at], parts[at * kHeadDim + d]};
+    };
+    if (split.num_splits == 1) return write_merged(p, rows, kv_head, kPrefillWarps, part_of_warp);
+    // In bounds: the workspace has a place for every block of the grid.
+    const int64_t place = (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * split.num_splits;
+    float* shared_parts = split.parts + place * 16 * (kHeadDim + 2);
+    const auto part_at = [&](int index, int row) { return shared_parts + (index * 16 + row) * (kHeadDim + 2); };
     const int D = static_cast<int>(p.pool.head_dim);
     for (int i = threadIdx.x; i < rows.num_rows * D; i += kPrefillThreads) {
-      const int row = i / D, d = i % D;
-      const int32_t packed = rows.first_row + row;
-      float highest = tops[row];
-      for (int w = 1; w < kPrefillWarps; ++w) {
-        const float other = tops[w * 16 + row];
-        highest = other > highest || other != other ? other : highest;
-      }
-      float sum = 0, weight = 0;
-      for (int w = 0; w < kPrefillWarps; ++w) {
-        if (tops[w * 16 + row] == -INFINITY) continue;  // this warp had no position of the row's
-        const float shrink = exp2_fast(tops[w * 16 + row] - highest);
-        sum += shrink * parts[(w * 16 + row) * kHeadDim + d];
-        weight += shrink * totals[w * 16 + row];
-      }
-      const int64_t token = rows.first_token + packed / group(), head = kv_head * group() + packed % group();
-      p.out.at(token, head)[d] = narrow<T>(sum / weight);
-      if (p.lse.data && d == 0) p.lse.at(token, head) = (highest + log2_fast(weight)) * kLn2;
+      const PrefillPart part = merged(kPrefillWarps, i / D, i % D, part_of_warp);
+      float* target = part_at(static_cast<int>(blockIdx.z), i / D);
+      target[i % D] = part.sum;
+      if (i % D == 0) target[kHeadDim] = part.top, target[kHeadDim + 1] = part.total;
     }
+    __threadfence();
+    __syncthreads();  // all of the block's part is written before it is counted
+    unsigned* last = reinterpret_cast<unsigned*>(memory);
+    if (threadIdx.x == 0)
+      *last = atomicAdd(&split.arrivals[place / split.num_splits], 1u) + 1 == static_cast<unsigned>(split.num_splits);
+    __syncthreads();
+    if (!*last) return;
+    __threadfence();
+    write_merged(p, rows, kv_head, split.num_splits, [&](int index, int row, int d) {
+      const float* part = part_at(index, row);
+      return PrefillPart{__ldcg(part + kHeadDim), __ldcg(part + kHeadDim + 1), __ldcg(part + d)};
+    });
   }
 
   const AttentionParams<T, C>& p;
   const PrefillRows& rows;
   const int64_t kv_head;
+  const PrefillSplit& split;
   char* const memory;
   const int lane, warp, warp_row, warp_column;
   uint32_t query[Shape::kQueryInRegisters ? kSteps : 1][4];
   float sums[kHeadDim / 8][4], top[2], total[2];
   float value_scale_unit = kHasUnit ? 0x1p-120f : 1.0f, unit_change = 1.0f;
   int32_t position[2];
+  int32_t begin, stop;  // of the positions of this block
 };
 
-// grid (num_tokens * group / kRows + num_sequences + 1, K), block kPrefillThreads
+// grid (num_tokens * group / kRows + num_sequences + 1, K, num_splits), block kPrefillThreads
 template <class T, class C, int kHeadDim, int kRowWarps>
-__global__ void __launch_bounds__(kPrefillThreads) prefill_kernel(AttentionParams<T, C> p, unsigned* errors) {
+__global__ void __launch_bounds__(kPrefillThreads)
+    prefill_kernel(AttentionParams<T, C> p, PrefillSplit split, unsigned* errors) {
   using Shape = PrefillShape<C, kHeadDim, kRowWarps>;
   KVPAGER_DYNAMIC_SHARED(char, memory);
   check_query_starts(p, errors);
   const int64_t block = int64_t{gridDim.x} - 1 - blockIdx.x, kv_head = blockIdx.y;
-  const PrefillRows rows = prefill_rows<Shape::kRows>(p, block, errors);
+  const PrefillRows rows = prefill_rows<Shape::kRows>(p, block);
   if (rows.num_rows == 0 || !scales_are_valid(p, errors)) return;
   if (rows.length == 0) {  // nothing to see
     const int group = static_cast<int>(p.num_heads / p.pool.num_kv_heads), D = static_cast<int>(p.pool.head_dim);
@@ -389,7 +361,7 @@ __global__ void __launch_bounds__(kPrefillThreads) prefill_kernel(AttentionParam
     return;
   }
   if (!table_is_valid(p, rows, errors)) return;
-  PrefillBlock<T, C, kHeadDim, kRowWarps>(p, rows, kv_head, memory).run();
+  PrefillBlock<T, C, kHeadDim, kRowWarps>(p, rows, kv_head, split, memory).run();
 }
 
 }  // namespace kvpager::cuda

@@ -3,7 +3,7 @@
 
 namespace kvpager::cuda {
 
-template void launch_prefill(const AttentionParams<float16, float16>&, bool, const LaunchScope&);
-template void launch_prefill(const AttentionParams<bfloat16, bfloat16>&, bool, const LaunchScope&);
+template void launch_prefill(const AttentionParams<float16, float16>&, bool, const Tensor&, const LaunchScope&);
+template void launch_prefill(const AttentionParams<bfloat16, bfloat16>&, bool, const Tensor&, const LaunchScope&);
 
 }  // namespace kvpager::cuda

@@ -3,7 +3,7 @@
 
 namespace kvpager::cuda {
 
-template void launch_prefill(const AttentionParams<float16, fp8_e4m3>&, bool, const LaunchScope&);
-template void launch_prefill(const AttentionParams<bfloat16, fp8_e4m3>&, bool, const LaunchScope&);
+template void launch_prefill(const AttentionParams<float16, fp8_e4m3>&, bool, const Tensor&, const LaunchScope&);
+template void launch_prefill(const AttentionParams<bfloat16, fp8_e4m3>&, bool, const Tensor&, const LaunchScope&);
 
 }  // namespace kvpager::cuda

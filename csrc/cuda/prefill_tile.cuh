@@ -5,12 +5,9 @@
 // see hold zeros; their memory is not read.
 #pragma once
 #include "convert.cuh"
-#include "errors.cuh"
+#include "prefill_rows.cuh"
 
 namespace kvpager::cuda {
-
-constexpr int kPrefillThreads = 128;
-constexpr int kPrefillWarps = kPrefillThreads / 32;
 
 // Arithmetic of the 16-bit type that goes through the tensor cores.
 template <class T>
@@ -66,14 +63,6 @@ template <int kChunks>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
   return (row * kChunks + (chunk ^ (row & 7))) * 16;
 }
-
-// The rows of query heads that a block computes: row i is query token first_row + i, divided by the group, of a sequence.
-struct PrefillRows {
-  int64_t sequence, first_token;  // of the sequence
-  int32_t length, query_len, first_row, num_rows;
-  int32_t first_position, last_position;  // of the first and the last row
-  int32_t first_seen;                     // by the first row
-};
 
 // Positions base ... base + kTile - 1 of K and V on their way into shared memory; the caller commits.
 template <class T, class C, class Shape>
