@@ -16,8 +16,10 @@
 // workspace, and the last to arrive merges them in order.
 //
 // Bytes: K and V once for each block that sees them, out of L2 for all but the first. Work: 4 D operations a row and
-// position. Shared memory (dynamic) at D = 128: 64 KB, 48 KB for codes; 3 blocks on an SM of sm_90.
+// position. Shared memory (dynamic) at D = 128: 64 KB, 48 KB for codes; 2 blocks on an SM, by registers.
 // budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 mma=16
+// One word, once, before the loop: ptxas holds that instance to 128 registers.
+// budget: kernel=prefill_kernel<float16,fp8_e4m3,64,1 arch=sm_80 registers=128 shared=64 spills=8 threads=128 mma=16
 #pragma once
 #include "prefill_merge.cuh"
 #include "prefill_tile.cuh"
