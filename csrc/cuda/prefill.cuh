@@ -17,9 +17,12 @@
 //
 // Bytes: K and V once for each block that sees them, out of L2 for all but the first. Work: 4 D operations a row and
 // position. Shared memory (dynamic) at D = 128: 64 KB, 48 KB for codes; 2 blocks on an SM, by registers.
-// budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 mma=16
-// One word, once, before the loop: ptxas holds that instance to 128 registers.
-// budget: kernel=prefill_kernel<float16,fp8_e4m3,64,1 arch=sm_80 registers=128 shared=64 spills=8 threads=128 mma=16
+// The tools look into the innermost loop: over numbers that is the one over tiles, over codes the one that widens them.
+// budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 loads16=2
+// budget: kernel=prefill_kernel<bfloat16,bfloat16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
+// budget: kernel=prefill_kernel<float16,float16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
+// ptxas holds one instance to 128 registers and spills a word.
+// budget: kernel=prefill_kernel<float16,fp8_e4m3,64,1 arch=sm_80 registers=128 shared=64 spills=8 threads=128 loads16=2
 #pragma once
 #include "prefill_merge.cuh"
 #include "prefill_tile.cuh"
