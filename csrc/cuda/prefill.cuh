@@ -21,7 +21,8 @@
 // budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 loads16=2
 // budget: kernel=prefill_kernel<bfloat16,bfloat16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
 // budget: kernel=prefill_kernel<float16,float16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
-// ptxas holds one instance to 128 registers and spills a word.
+// ptxas holds two instances to 128 registers and spills a word.
+// budget: kernel=prefill_kernel<float16,int8_code,64,1 arch=sm_80 registers=128 shared=64 spills=8 threads=128 loads16=2
 // budget: kernel=prefill_kernel<float16,fp8_e4m3,64,1 arch=sm_80 registers=128 shared=64 spills=8 threads=128 loads16=2
 #pragma once
 #include "prefill_merge.cuh"
