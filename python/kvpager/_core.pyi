@@ -5,9 +5,12 @@ parameter, what is no integer a `TypeError`. Every call is all-or-nothing; costs
 """
 
 from collections.abc import Iterable
-from typing import Final, Protocol, Self, SupportsIndex, TypeAlias, final, type_check_only
+from typing import Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, final, overload, type_check_only
 
+import torch
 from typing_extensions import Buffer, disjoint_base
+
+from kvpager.block_manager import Admission
 
 __all__ = ["BatchStep", "BlockInfo", "DecodeBatch", "KVBlockManager", "PoolStats", "__version__"]
 
@@ -27,6 +30,7 @@ class _Array(Protocol):
 # Read: int32 or int64 in one dimension, or any iterable of ints, read once. Written: contiguous and writable.
 _Integers: TypeAlias = Buffer | _LendsNumpy | Iterable[SupportsIndex]
 _Memory: TypeAlias = Buffer | _Array | _LendsNumpy
+_Out = TypeVar("_Out", bound=_Memory)
 # Media items of a prompt: (start, stop, key), sorted and disjoint.
 _Items: TypeAlias = Iterable[tuple[SupportsIndex, SupportsIndex, str]]
 
@@ -71,17 +75,32 @@ class KVBlockManager:
     def sequence_ids(self) -> list[int]: ...
 
     # cached prefixes
-    def admit_into(
+    @overload
+    def admit(
         self,
         sequence_id: SupportsIndex,
         token_ids: _Integers,
-        out: _Memory,
+        *,
         num_new_tokens: SupportsIndex | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: _Items | None = None,
         resumed: bool = False,
-    ) -> tuple[int, int]: ...
+        out: None = None,
+    ) -> Admission[torch.Tensor]: ...
+    @overload
+    def admit(
+        self,
+        sequence_id: SupportsIndex,
+        token_ids: _Integers,
+        *,
+        num_new_tokens: SupportsIndex | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        items: _Items | None = None,
+        resumed: bool = False,
+        out: _Out,
+    ) -> Admission[_Out]: ...
     def can_admit(
         self,
         sequence_id: SupportsIndex,

@@ -8,7 +8,7 @@ The file is long by its signatures: each call with an `out` stands three times, 
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _Out = TypeVar("_Out", bound="Memory")
 _Slots = TypeVar("_Slots")
-_new_tuple: Any = tuple.__new__  # a NamedTuple without its own `__new__`, which is a Python function
 
 # A medium in a prompt: (start, stop, key). The placeholder tokens at positions start to stop - 1 stand for what `key`
 # names, an image for example; a digest of its content makes a good key.
@@ -92,93 +91,6 @@ class KVBlockManager(_core.KVBlockManager):
     """
 
     __slots__ = ()
-
-    @overload
-    def admit(
-        self,
-        sequence_id: int,
-        token_ids: "Integers",
-        *,
-        num_new_tokens: int | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: Iterable[PrefixItem] = (),
-        resumed: bool = False,
-        out: None = None,
-    ) -> "Admission[torch.Tensor]": ...
-    @overload
-    def admit(
-        self,
-        sequence_id: int,
-        token_ids: "Integers",
-        *,
-        num_new_tokens: int | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: Iterable[PrefixItem] = (),
-        resumed: bool = False,
-        out: _Out,
-    ) -> Admission[_Out]: ...
-    def admit(
-        self,
-        sequence_id: int,
-        token_ids: "Integers",
-        *,
-        num_new_tokens: int | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: Iterable[PrefixItem] = (),
-        resumed: bool = False,
-        out: "Memory | None" = None,
-    ) -> Admission[Any]:
-        """Create a sequence from its prompt: attach the longest cached prefix, reserve the slots to compute next.
-
-        One step or not at all. At least the last prompt token is left to compute. The ids of the whole prompt are kept,
-        so the later chunks of a long prompt need only counts. `can_admit` answers for the same arguments.
-
-        Args:
-            sequence_id: a new id, 0 to 2^63 - 1.
-            token_ids: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or a
-                sequence of ints.
-            num_new_tokens: slots to reserve, at most; None: for all tokens that remain to be computed.
-            salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
-            adapter: name of the adapter that computes; its K/V are found under this name only.
-            items: media in the prompt, sorted and disjoint; a block is found only with the items that touch it.
-            resumed: the request was here before and comes back: what it finds is not counted as hit.
-            out: writable C-contiguous int64 buffer with room for the slots (P are always enough); they are written to
-                its front and the rest is left as it was.
-
-        Returns:
-            `Admission(num_computed_tokens, slots)`: `slots [T] int64`, or `out` itself if it was given. T is
-            P - num_computed_tokens, or `num_new_tokens` if that is less.
-
-        Raises:
-            DuplicateSequenceError: the id exists.
-            SequenceTooLongError: the prompt needs more than the pool or `max_sequence_length` ever has.
-            OutOfBlocksError: not enough blocks now; `needed` includes the `watermark`.
-            ArgumentError: a bad id, token id, count, item or `out`.
-
-        Cost: O(P + T).
-        """
-        if out is not None:
-            num_computed, _ = self.admit_into(
-                sequence_id, token_ids, out, num_new_tokens, salt, adapter, items, resumed
-            )
-            admission: Admission[Any] = _new_tuple(Admission, (num_computed, out))
-            return admission
-        import torch
-
-        ids = lend("token_ids", token_ids)
-        room = num_values(ids)
-        if isinstance(num_new_tokens, int):
-            room = max(0, min(room, num_new_tokens))
-        if room > self.num_blocks * self.block_size:  # will be refused: no memory for it
-            room = 0
-        slots = torch.empty(room, dtype=torch.int64)
-        num_computed, num_slots = self.admit_into(
-            sequence_id, ids, slots, num_new_tokens, salt, adapter, items, resumed
-        )
-        return Admission(num_computed, slots[:num_slots])
 
     @overload
     def slot_mapping_for_append(

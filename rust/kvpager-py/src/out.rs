@@ -1,7 +1,9 @@
 //! The caller's memory for an answer: looked at in place if it can be, held through its buffer if not.
 
 use pyo3::buffer::Element;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::buffers::Held;
 use crate::failure::argument_error;
@@ -70,4 +72,12 @@ impl<'a, 'py, T: Element> Out<'a, 'py, T> {
         }
         Err(argument_error("out", &wanted(), held.describe())) // another thread has resized it
     }
+}
+
+/// A new int64 tensor of this many elements.
+pub(crate) fn new_slots(py: Python<'_>, num_slots: u64) -> PyResult<Bound<'_, PyAny>> {
+    let torch = py.import(intern!(py, "torch"))?;
+    let options = PyDict::new(py);
+    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "int64"))?)?;
+    torch.call_method(intern!(py, "empty"), (num_slots,), Some(&options))
 }

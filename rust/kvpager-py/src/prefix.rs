@@ -1,77 +1,83 @@
 //! The methods of the class about cached prefixes: admission, pins, epochs.
 
-use kvpager_core::Error;
+use kvpager_core::{Error, SequenceId};
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PySlice, PyTuple, PyType};
 
 use crate::arguments::{COUNT, read_natural, read_sequence_id};
 use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
-use crate::out::Out;
+use crate::out::{Out, new_slots};
 use crate::prompt::Keys;
 
 #[pymethods]
 impl KVBlockManager {
-    /// Make a sequence from a prompt: attach the longest cached prefix, append the next `num_new_tokens` tokens (default:
-    /// all that remain) and write their slots to the front of `out`, a writable int64 buffer with room for them.
-    /// Returns (computed tokens, slots written). One step or not at all. O(tokens + slots).
+    /// Create a sequence from its prompt: attach the longest cached prefix, reserve the slots to compute next.
+    ///
+    /// One step or not at all. At least the last prompt token is left to compute. The ids of the whole prompt are kept,
+    /// so the later chunks of a long prompt need only counts. `can_admit` answers for the same arguments.
+    ///
+    /// Args:
+    ///     sequence_id: a new id, 0 to 2^63 - 1.
+    ///     token_ids: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
+    ///         iterable of ints.
+    ///     num_new_tokens: slots to reserve, at most; None: for all tokens that remain to be computed.
+    ///     salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
+    ///     adapter: name of the adapter that computes; its K/V are found under this name only.
+    ///     items: media in the prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that
+    ///         touch it.
+    ///     resumed: the request was here before and comes back: what it finds is not counted as hit.
+    ///     out: writable C-contiguous int64 buffer with room for the slots (P are always enough); they are written to
+    ///         its front and the rest is left as it was. None: a new tensor of just the slots.
+    ///
+    /// Returns:
+    ///     `Admission(num_computed_tokens, slots)`: `slots [T] int64`, or `out` itself if it was given. T is
+    ///     P - num_computed_tokens, or `num_new_tokens` if that is less.
+    ///
+    /// Raises:
+    ///     DuplicateSequenceError: the id exists.
+    ///     SequenceTooLongError: the prompt needs more than the pool or `max_sequence_length` ever has.
+    ///     OutOfBlocksError: not enough blocks now; `needed` includes the `watermark`.
+    ///     ArgumentError: a bad id, token id, count, item or `out`.
+    ///
+    /// Cost: O(P + T).
     #[pyo3(signature = (
-        sequence_id, token_ids, out, num_new_tokens = None, salt = None, adapter = None, items = None,
-        resumed = false,
+        sequence_id, token_ids, *, num_new_tokens = None, salt = None, adapter = None, items = None, resumed = false,
+        out = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
-    fn admit_into(
+    fn admit<'py>(
         &self,
-        py: Python<'_>,
-        sequence_id: &Bound<'_, PyAny>,
-        token_ids: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-        num_new_tokens: Option<&Bound<'_, PyAny>>,
-        salt: Option<&Bound<'_, PyAny>>,
-        adapter: Option<&Bound<'_, PyAny>>,
-        items: Option<&Bound<'_, PyAny>>,
+        py: Python<'py>,
+        sequence_id: &Bound<'py, PyAny>,
+        token_ids: &Bound<'py, PyAny>,
+        num_new_tokens: Option<&Bound<'py, PyAny>>,
+        salt: Option<&Bound<'py, PyAny>>,
+        adapter: Option<&Bound<'py, PyAny>>,
+        items: Option<&Bound<'py, PyAny>>,
         resumed: bool,
-    ) -> PyResult<(u64, u64)> {
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let id = read_sequence_id(sequence_id)?;
         self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let num_new_tokens =
                 num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
-            let Arrays { token_ids, slots, .. } = arrays;
-            let keys = Keys::read(salt, adapter, items, token_ids.len())?;
-            let (items, work) = (keys.items(), token_ids.len() as u64);
-            let prompt = keys.prompt(token_ids, &items);
-            let most = work.min(num_new_tokens.unwrap_or(work));
-            let target = match Out::open(out, || wanted_of_out(most)) {
-                Ok(target) => target,
-                Err(about_out) => {
-                    // What is wrong with the prompt itself is said first.
-                    self.call(py, work, |manager| {
-                        manager.settle_admission(id, &prompt, num_new_tokens).map(drop)
-                    })?;
-                    return Err(about_out);
-                }
+            let keys = Keys::read(salt, adapter, items, arrays.token_ids.len())?;
+            let Some(out) = out else {
+                // What is refused as too long gets no memory.
+                let room = num_new_tokens.unwrap_or(u64::MAX).min(arrays.token_ids.len() as u64);
+                let fits = room <= u64::from(self.config.num_blocks()) * self.config.block_size();
+                let slots = new_slots(py, if fits { room } else { 0 })?;
+                let (num_computed, num_slots) =
+                    self.admit_into(py, id, arrays, &keys, num_new_tokens, resumed, &slots)?;
+                return answer(num_computed, slots.get_item(PySlice::new(py, 0, num_slots as isize, 1))?);
             };
-            let admitted = self.call_into(py, work, target, |manager, out| {
-                // How many slots there are is known only after matching: looked at first where `out` may be too small.
-                if (out.len() as u64) < most {
-                    let planned = manager.settle_admission(id, &prompt, num_new_tokens)?;
-                    if (out.len() as u64) < planned.num_slots {
-                        return Ok(Err(planned.num_slots));
-                    }
-                }
-                slots.clear();
-                let admission = manager.admit(id, &prompt, num_new_tokens, resumed, slots)?;
-                out[..slots.len()].copy_from_slice(slots);
-                Ok(Ok(admission))
-            })?;
-            match admitted {
-                Ok(admission) => Ok((admission.num_computed_tokens, admission.num_slots)),
-                Err(num_slots) => {
-                    let wanted = wanted_of_out(num_slots);
-                    Err(argument_error("out", &wanted, Out::<i64>::open(out, || wanted.clone())?.describe()))
-                }
-            }
+            let (num_computed, _) = self.admit_into(py, id, arrays, &keys, num_new_tokens, resumed, out)?;
+            answer(num_computed, out.clone())
         })
     }
 
@@ -184,6 +190,65 @@ impl KVBlockManager {
             Ok(())
         })
     }
+}
+
+impl KVBlockManager {
+    /// Admits the prompt that was read to `arrays`, and writes its slots to the front of `out`: (computed tokens, slots).
+    #[expect(clippy::too_many_arguments, reason = "those of `admit`, read")]
+    fn admit_into(
+        &self,
+        py: Python<'_>,
+        id: SequenceId,
+        arrays: &mut Arrays,
+        keys: &Keys,
+        num_new_tokens: Option<u64>,
+        resumed: bool,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<(u64, u64)> {
+        let Arrays { token_ids, slots, .. } = arrays;
+        let (items, work) = (keys.items(), token_ids.len() as u64);
+        let prompt = keys.prompt(token_ids, &items);
+        let most = work.min(num_new_tokens.unwrap_or(work));
+        let target = match Out::open(out, || wanted_of_out(most)) {
+            Ok(target) => target,
+            Err(about_out) => {
+                // What is wrong with the prompt itself is said first.
+                self.call(py, work, |manager| {
+                    manager.settle_admission(id, &prompt, num_new_tokens).map(drop)
+                })?;
+                return Err(about_out);
+            }
+        };
+        let admitted = self.call_into(py, work, target, |manager, out| {
+            // How many slots there are is known only after matching: looked at first where `out` may be too small.
+            if (out.len() as u64) < most {
+                let planned = manager.settle_admission(id, &prompt, num_new_tokens)?;
+                if (out.len() as u64) < planned.num_slots {
+                    return Ok(Err(planned.num_slots));
+                }
+            }
+            slots.clear();
+            let admission = manager.admit(id, &prompt, num_new_tokens, resumed, slots)?;
+            out[..slots.len()].copy_from_slice(slots);
+            Ok(Ok((admission.num_computed_tokens, admission.num_slots)))
+        })?;
+        admitted.or_else(|num_slots| {
+            let wanted = wanted_of_out(num_slots);
+            Err(argument_error("out", &wanted, Out::<i64>::open(out, || wanted.clone())?.describe()))
+        })
+    }
+}
+
+/// An `Admission`, a named tuple: made as a tuple, without the Python function that its own constructor is.
+fn answer(num_computed: u64, slots: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAny>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    static NEW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = slots.py();
+    let class = CLASS.import(py, "kvpager.block_manager", "Admission")?;
+    let new = NEW.get_or_try_init(py, || {
+        py.get_type::<PyTuple>().getattr(intern!(py, "__new__")).map(Bound::unbind)
+    })?;
+    new.bind(py).call1((class, (num_computed, slots)))
 }
 
 fn wanted_of_out(num_slots: u64) -> String {
