@@ -21,10 +21,10 @@ impl KVBlockManager {
     /// so the later chunks of a long prompt need only counts. `can_admit` answers for the same arguments.
     ///
     /// Args:
-    ///     sequence_id: a new id, 0 to 2^63 - 1.
-    ///     token_ids: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
+    ///     `sequence_id`: a new id, 0 to 2^63 - 1.
+    ///     `token_ids`: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
     ///         iterable of ints.
-    ///     num_new_tokens: slots to reserve, at most; None: for all tokens that remain to be computed.
+    ///     `num_new_tokens`: slots to reserve, at most; None: for all tokens that remain to be computed.
     ///     salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
     ///     adapter: name of the adapter that computes; its K/V are found under this name only.
     ///     items: media in the prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that
@@ -35,13 +35,13 @@ impl KVBlockManager {
     ///
     /// Returns:
     ///     `Admission(num_computed_tokens, slots)`: `slots [T] int64`, or `out` itself if it was given. T is
-    ///     P - num_computed_tokens, or `num_new_tokens` if that is less.
+    ///     P - `num_computed_tokens`, or `num_new_tokens` if that is less.
     ///
     /// Raises:
-    ///     DuplicateSequenceError: the id exists.
-    ///     SequenceTooLongError: the prompt needs more than the pool or `max_sequence_length` ever has.
-    ///     OutOfBlocksError: not enough blocks now; `needed` includes the `watermark`.
-    ///     ArgumentError: a bad id, token id, count, item or `out`.
+    ///     `DuplicateSequenceError`: the id exists.
+    ///     `SequenceTooLongError`: the prompt needs more than the pool or `max_sequence_length` ever has.
+    ///     `OutOfBlocksError`: not enough blocks now; `needed` includes the `watermark`.
+    ///     `ArgumentError`: a bad id, token id, count, item or `out`.
     ///
     /// Cost: O(P + T).
     #[pyo3(signature = (
