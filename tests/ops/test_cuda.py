@@ -129,3 +129,52 @@ def test_bad_values_wait_on_the_device(make_case):
     ops.paged_attention(torch.zeros(2, 4, 8, device=DEVICE), key_cache, value_cache, table, lengths + 100)
     with pytest.raises(ArgumentError, match="`seq_lens`"):
         ops.check_errors()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_writes_and_gathers_equal_the_reference(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(5, 2, 64, generator=generator).bfloat16() for _ in range(2)]
+    caches = [torch.zeros(6, 2, 4, 64, dtype=torch.int8).view(dtype) for _ in range(2)]
+    scales = {name: torch.zeros(6, 2, 4) for name in ("key_scale", "value_scale")}
+    slots, table = torch.tensor([3, -1, 0, 17, 2]), torch.tensor([[0, 4]], dtype=torch.int32)
+    on_device = [tensor.to(DEVICE) for tensor in (*rows, *caches)]
+    scales_on_device = {name: scale.to(DEVICE) for name, scale in scales.items()}
+    ops.write_kv(*on_device, slots.to(DEVICE), **scales_on_device)
+    ops.reference.write_kv(*rows, *caches, slots, **scales)
+    for cache, wanted in zip(on_device[2:], caches, strict=True):
+        assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    assert all(torch.equal(scales_on_device[name].cpu(), scale) for name, scale in scales.items())
+    lengths = torch.tensor([6], dtype=torch.int32)
+    read = ops.gather_kv(*on_device[2:], table.to(DEVICE), lengths.to(DEVICE), **scales_on_device)
+    wanted_read = ops.gather_kv(*caches, table, lengths, **scales)
+    assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(read, wanted_read, strict=True))
+
+
+@pytest.mark.parametrize("pairs_on", ["cpu", DEVICE])
+def test_blocks_swap_with_pinned_memory_on_a_side_stream(pairs_on):
+    cache = torch.arange(6 * 2 * 4 * 64, dtype=torch.float32, device=DEVICE).reshape(6, 2, 4, 64)
+    host = torch.zeros(4, 2, 4, 64, pin_memory=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.swap_blocks([cache], [host], torch.tensor([[3, 1], [4, 2], [0, 0]], device=pairs_on))
+    stream.synchronize()
+    assert torch.equal(host[:3], cache[[0, 3, 4]].cpu())
+    assert (host[3] == 0).all()
+    with pytest.raises(ArgumentError, match="pinned"):
+        ops.swap_blocks([cache], [torch.zeros(4, 2, 4, 64)], torch.tensor([[0, 0]], device=pairs_on))
+
+
+def test_captured_table_changes_follow_their_list():
+    table = torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)
+    changed = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+    ops.update_tables(table, changed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.update_tables(table, changed)
+    changed.copy_(torch.tensor([[2, 1, 9], [-1, 0, 0]], dtype=torch.int32))
+    graph.replay()
+    assert table[2, 1] == 9
+    assert (table == -1).sum() == 11
+    ops.check_errors()
