@@ -1,107 +1,19 @@
 // The decode kernel: one query token a sequence, one pass over its K and V for all query heads.
 //
-// A chunk of kChunk positions is attended kv head by kv head. Its rows are taken from kStreams parts of the chunk in
-// turns, from as many pages: a core reads four streams at once faster than one (blocks lie anywhere, and a slab of
-// block_size * head_dim elements is too short for the hardware to see a stream in it). On the way, line by line, the rows
-// that come next are prefetched: those of V while K is multiplied, the next head's or chunk's K while V is. Query heads
-// of a kv head go through the chunk in groups of up to kGroup, so that K and V come from memory once and from the first
-// cache for the rest. Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a time.
-// Weights times rows of V: a tile of the head dim stays in registers over the chunk. The online softmax rescales once a
-// chunk.
+// A chunk of positions is attended kv head by kv head, its rows in the order of decode_rows.h. On the way, line by line,
+// the rows that come next are prefetched: those of V while K is multiplied, the next head's or chunk's K while V is.
+// Query heads of a kv head go through the chunk in groups of up to kGroup, so that K and V come from memory once and from
+// the caches for the rest. Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a
+// time. Weights times rows of V: a tile of the head dim stays in registers over the chunk. The online softmax rescales
+// once a chunk. decode_product.h has the arithmetic.
 #include "decode.h"
 #include "decode_product.h"
+#include "decode_rows.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 namespace {
 
-constexpr int kChunk = 64;                           // positions; at least kWidth of every set
-constexpr int kGroup = kNumRegisters >= 32 ? 4 : 2;  // query heads that share a load of K or V
-constexpr int kMaxTokens = 8;                        // tokens that share a load of the query, at most
-constexpr int64_t kStreams = 4;                      // parts of a chunk that rows are taken from in turns
-constexpr int64_t kLine = 64;                        // bytes
-
-// Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run is
-// a part of one block, in the order of positions: its scales lie slot_stride apart.
-template <class C>
-struct Chunk {
-  int64_t count = 0, num_runs = 0;  // positions, up to kChunk
-  const C *keys[kChunk], *values[kChunk];
-  int64_t run_starts[kChunk + 1];  // of a quantised cache: run r is run_starts[r] ... [r + 1] - 1
-  const float *key_scales[kChunk], *value_scales[kChunk];  // of each run's first position
-};
-
-// [kStreams, quarter] in the order of positions -> woven [quarter, kStreams]; what is left over stays behind.
-template <class E>
-void weave(const E* ordered, int64_t count, E* woven) {
-  const int64_t quarter = count / kStreams;
-  for (int64_t step = 0; step < quarter; ++step)
-#pragma GCC unroll 4
-    for (int64_t stream = 0; stream < kStreams; ++stream)
-      woven[kStreams * step + stream] = ordered[stream * quarter + step];
-  for (int64_t i = kStreams * quarter; i < count; ++i) woven[i] = ordered[i];
-}
-
-template <class T, class C>
-void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, Chunk<C>& chunk) {
-  const int64_t S = p.pool.block_size;
-  const C *keys[kChunk], *values[kChunk];
-  chunk.count = chunk.num_runs = 0;
-  for (int64_t position = begin; position < end && chunk.count < kChunk;) {
-    // In bounds: position < length, so the driver has seen this column and found a block of the pool.
-    const int64_t block = p.block_tables.at(row, position / S);
-    int64_t offset = position % S;
-    if constexpr (is_quantised<C>) {
-      chunk.run_starts[chunk.num_runs] = chunk.count;
-      chunk.key_scales[chunk.num_runs] = p.key_scale.at(block, 0, offset);
-      chunk.value_scales[chunk.num_runs++] = p.value_scale.at(block, 0, offset);
-    }
-    for (; offset < S && position < end && chunk.count < kChunk; ++offset, ++position, ++chunk.count) {
-      keys[chunk.count] = p.key_cache.at(block, 0, offset);
-      values[chunk.count] = p.value_cache.at(block, 0, offset);
-    }
-  }
-  if constexpr (is_quantised<C>) chunk.run_starts[chunk.num_runs] = chunk.count;
-  if (chunk.count == 0) return;
-  weave(keys, chunk.count, chunk.keys);
-  weave(values, chunk.count, chunk.values);
-  for (int64_t i = chunk.count; i < kChunk; ++i) {
-    chunk.keys[i] = chunk.keys[chunk.count - 1];
-    chunk.values[i] = chunk.values[chunk.count - 1];
-  }
-}
-
-// The scales of one kv head's rows, in their order, `runs` being those of head 0.
-template <class C>
-void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<const float>& scales, int64_t kv_head,
-                 float* woven) {
-  float target[kChunk];
-  for (int64_t run = 0; run < chunk.num_runs; ++run) {
-    const float* source = runs[run] + kv_head * scales.head_stride;
-    const int64_t start = chunk.run_starts[run], stop = chunk.run_starts[run + 1];
-    if (scales.slot_stride == 1) {
-      memcpy(target + start, source, (stop - start) * sizeof(float));
-    } else {
-      for (int64_t i = start; i < stop; ++i) target[i] = source[(i - start) * scales.slot_stride];
-    }
-  }
-  weave(target, chunk.count, woven);
-  for (int64_t i = chunk.count; i < kChunk; ++i) woven[i] = 0;  // a NaN would spread over the chunk
-}
-
-// The rows to have in the cache next, as many as are worked on now: row i of `rows`, `offset` elements on.
-template <class C>
-struct Upcoming {
-  const C* const* rows;
-  int64_t offset;
-  KVPAGER_INLINE const C* row(int64_t i) const { return rows[i] + offset; }
-};
-
-// Asks for kCount elements, into the second cache: the first has too few misses in flight.
-template <int64_t kCount, class C>
-KVPAGER_INLINE void prefetch(const C* at) {
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < kCount; i += kLine / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(at + i, 0, 2);
-}
+constexpr int kGroup = 4;  // query heads that share a load of K or V
 
 // Some query heads of one kv head and what they have gathered so far: rows of `padded` floats, or one number each.
 struct Heads {
@@ -119,11 +31,12 @@ struct Work {
   const float *key_scales, *value_scales;
 };
 
-// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to kMaxTokens - 1 columns past them get nonsense.
+// scores[g * kChunk + i] = query g . key i for the chunk's tokens; up to 7 columns past them get nonsense.
 template <class T, class C, int G>
 void dot_rows(const Heads& heads, const Work<C>& work, int64_t head_dim, float* scores) {
   using Product = KeyProduct<T, C>;
-  constexpr int kTokens = G == 1 ? 8 : 4;  // enough sums to wait for, few enough for the registers
+  // Enough sums to wait for, few enough for the registers.
+  constexpr int kTokens = G == 1 ? 8 : (G == 2 || kNumRegisters >= 32 ? 4 : 2);
   const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole, padded = heads.padded;
   const float* queries = heads.queries;
   for (int64_t i = 0; i < work.chunk.count; i += kTokens) {
@@ -147,12 +60,24 @@ void dot_rows(const Heads& heads, const Work<C>& work, int64_t head_dim, float* 
     };
     for (int64_t d = 0; d < whole; d += kPair) step(d, [](const C* key) { return Product::load(key); });
     if (rest > 0) step(whole, [rest](const C* key) { return Product::load_partial(key, rest); });
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)
+    if constexpr (kTokens == 2) {  // two heads at once
 #pragma GCC unroll 2
-      for (int t = 0; t < kTokens; t += 4)
-        reduce_add4(Product::total(sums[g][t]), Product::total(sums[g][t + 1]), Product::total(sums[g][t + 2]),
-                    Product::total(sums[g][t + 3]), scores + g * kChunk + i + t);
+      for (int g = 0; g < G; g += 2) {
+        const int h = g + 1 < G ? g + 1 : g;
+        float four[4];
+        reduce_add4(Product::total(sums[g][0]), Product::total(sums[g][1]), Product::total(sums[h][0]),
+                    Product::total(sums[h][1]), four);
+        memcpy(scores + g * kChunk + i, four, 2 * sizeof(float));
+        memcpy(scores + h * kChunk + i, four + 2, 2 * sizeof(float));
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+        for (int t = 0; t < kTokens; t += 4)
+          reduce_add4(Product::total(sums[g][t]), Product::total(sums[g][t + 1]), Product::total(sums[g][t + 2]),
+                      Product::total(sums[g][t + 3]), scores + g * kChunk + i + t);
+    }
   }
 }
 
@@ -205,6 +130,7 @@ KVPAGER_INLINE void add_values(const Heads& heads, const Work<C>& work, const fl
                                const float* value_factors, int64_t d, int64_t last) {
   using Product = ValueProduct<T, C>;
   constexpr int64_t kTokens = Product::kTokens;
+  const bool line_begins = d * static_cast<int64_t>(sizeof(C)) % kLine == 0;
   typename Product::Sum tile[2][G][kPairs];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
@@ -213,8 +139,10 @@ KVPAGER_INLINE void add_values(const Heads& heads, const Work<C>& work, const fl
   const auto step = [&](int64_t i, auto both) __attribute__((always_inline)) {
     constexpr bool kBoth = decltype(both)::value;
     const C *row = work.values.row(i) + d, *second = kBoth ? work.values.row(i + kTokens - 1) + d : nullptr;
-    prefetch<kPairs * kPair>(work.next_keys.row(i) + d);
-    if constexpr (kTokens > 1 && kBoth) prefetch<kPairs * kPair>(work.next_keys.row(i + 1) + d);
+    if (line_begins) {
+      prefetch<kPairs * kPair>(work.next_keys.row(i) + d);
+      if constexpr (kTokens > 1 && kBoth) prefetch<kPairs * kPair>(work.next_keys.row(i + 1) + d);
+    }
 #pragma GCC unroll 4
     for (int c = 0; c < kPairs; ++c) {
       const auto values = kPairs == 1 && last < kPair
@@ -254,7 +182,7 @@ void attend_heads(const AttentionParams<T, C>& p, const Work<C>& work, const Hea
   float shrink[G], factors[G];
   dot_rows<T, C, G>(heads, work, D, scores);
   soften<T, C, G>(p, heads, work, scores, shrink, factors);
-  constexpr int kTile = kNumRegisters >= 32 ? (G <= 2 ? 4 : 2) : (G == 1 ? 4 : 2);
+  constexpr int kTile = kNumRegisters >= 32 ? (G <= 2 ? 4 : 2) : (G == 1 ? 4 : G == 2 ? 2 : 1);
   int64_t d = 0;
   for (; d + kTile * kPair <= D; d += kTile * kPair)
     add_values<T, C, G, kTile>(heads, work, scores, shrink, factors, d, kPair);

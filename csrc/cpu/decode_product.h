@@ -8,8 +8,6 @@
 //
 // Rows come in Pairs, of which `place` gives the natural order. "Units" are 16-bit elements, bfloat16 or integers.
 #pragma once
-#include <cfloat>
-
 #include "vec/vec.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
