@@ -40,6 +40,8 @@ pub(crate) struct ModelSequence {
     namespace: Namespace,
     items: Vec<Span>,
     num_indexed: usize,
+    /// Of the indexed blocks, as they were indexed: a fork or a cut may have clipped an item since.
+    contents: Vec<Content>,
     is_stale: bool,
 }
 
@@ -332,6 +334,7 @@ impl Model {
         sequence.computed = sequence.computed.min(n);
         sequence.ids.truncate(n as usize);
         sequence.num_indexed = sequence.num_indexed.min((n / size) as usize);
+        sequence.contents.truncate(sequence.num_indexed);
         sequence.is_stale &= n > 0;
         cut_items(&mut sequence.items, n);
         let mut surplus = sequence.table.split_off(keep);
@@ -363,6 +366,7 @@ impl Model {
             ModelSequence { length: n, computed: n, table, is_stale: source.is_stale && n > 0, ..source };
         fork.ids.truncate(n as usize);
         fork.num_indexed = fork.num_indexed.min((n / self.size()) as usize);
+        fork.contents.truncate(fork.num_indexed);
         cut_items(&mut fork.items, n);
         self.sequences.insert(child, fork);
         Ok(())

@@ -79,15 +79,19 @@ impl Model {
     ) -> Result<(u64, Vec<Slot>), Error> {
         let (computed, num_slots) = self.plan(id, prompt, most)?;
         let hits = self.find(prompt, (prompt.ids.len() as u64).saturating_sub(1));
+        let ids: Vec<_> = prompt.ids.iter().copied().map(Some).collect();
+        let prefix = self.prefix(prompt.namespace, &ids, &prompt.items, hits.len());
+        let contents = prefix.map_or_else(Vec::new, |(_, contents)| contents);
         self.sequences.insert(
             id,
             ModelSequence {
                 length: computed,
                 computed,
-                ids: prompt.ids.iter().copied().map(Some).collect(),
+                ids,
                 namespace: prompt.namespace,
                 items: prompt.items.clone(),
                 num_indexed: hits.len(),
+                contents,
                 ..ModelSequence::default()
             },
         );
@@ -173,9 +177,12 @@ impl Model {
     fn enter(&mut self, id: SequenceId, logical: usize) {
         let sequence = self.sequences[&id].clone();
         let prefix = self.prefix(sequence.namespace, &sequence.ids, &sequence.items, logical + 1);
-        let Some(prefix) = prefix.filter(|_| sequence.num_indexed == logical && !sequence.is_stale) else {
+        let Some(mut prefix) = prefix.filter(|_| sequence.num_indexed == logical && !sequence.is_stale)
+        else {
             return;
         };
+        prefix.1[..logical].clone_from_slice(&sequence.contents);
+        self.sequence_mut(id).contents.clone_from(&prefix.1);
         let own = sequence.table[logical];
         if let Some(&same) = self.index.get(&prefix) {
             self.attach(same);
@@ -235,6 +242,7 @@ impl Model {
         self.marked.clear();
         for sequence in self.sequences.values_mut() {
             sequence.num_indexed = 0;
+            sequence.contents.clear();
             sequence.is_stale |= sequence.length > 0;
         }
     }
