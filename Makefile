@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize cuda-check gpu-test bench-gpu lint format bench bench-ops \
+.PHONY: help demo demo-real test test-rust test-python sanitize sanitize-cpu cuda-check gpu-test bench-gpu lint format bench bench-ops \
 	bench-metadata equality \
 	instructions instructions-update soak build wheel docs clean
 
@@ -46,15 +46,18 @@ test-python: $(BUILT) ## tests of the package
 	$(PY) -m pytest
 
 # Python knows neither the sanitizer nor C++'s exceptions, which it watches: both go first. Python leaks on purpose.
-sanitize: $(READY) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(PY) build_backend/native_build.py --sanitize
+SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_NATIVE=build/sanitized/_C.abi3.so \
+	KVPAGER_SANITIZE=1 $(PY) -m pytest -q -s -p no:cacheprovider
+SANITIZED_TESTS := $(addprefix tests/ops/test_,bug_cases.py differential.py properties.py quantised.py registration.py split.py)
+
+sanitize: sanitize-cpu ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, emulated CUDA included
 	$(PY) build_backend/native_build.py --sanitize --emulated
-	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_NATIVE=build/sanitized/_C.abi3.so \
-		KVPAGER_SANITIZE=1 \
-		$(PY) -m pytest -q -s -p no:cacheprovider -k "not reference and not compiled" \
-		tests/ops/test_bug_cases.py tests/ops/test_differential.py tests/ops/test_emulated*.py tests/ops/test_properties.py \
-		tests/ops/test_quantised.py tests/ops/test_registration.py tests/ops/test_split.py
+	$(SANITIZED) -k "emulated and not reference and not compiled" $(SANITIZED_TESTS) tests/ops/test_emulated*.py
+
+sanitize-cpu: $(READY) ## the same of the CPU kernels alone, on every instruction set of this machine; what CI runs
+	$(PY) build_backend/native_build.py --sanitize
+	$(SANITIZED) -k "not emulated and not reference and not compiled" $(SANITIZED_TESTS)
 
 cuda-check: $(READY) ## compile the CUDA kernels, hold them to their budgets (gets nvcc from pip if there is none)
 	$(PY) tools/check_cuda.py --table
