@@ -74,8 +74,10 @@ def backend(request, install):
     if request.param in BLOCK_SIZE:
         install(request.param)
         return name, BLOCK_SIZE[request.param], "cpu"
-    if not torch.cuda.is_available() or importlib.import_module(f"kvpager.ops.backends.{name}").missing():
-        pytest.skip("not installed, or no GPU")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if reason := importlib.import_module(f"kvpager.ops.backends.{name}").missing():
+        pytest.skip(f"{name}: {reason}")
     return name, 256 if flash_attn._version() == 2 else 16, "cuda"
 
 
