@@ -9,8 +9,9 @@ What goes in and comes out lies in buffers that are made once and used again, as
 arrays, `out=` wherever there is one. Two kinds of argument are shown for comparison, without a bar: torch tensors,
 each of which torch is asked for its memory (some 0.05 µs), and lists, which are read item by item.
 
-`decode_rebuild` copies tables of 512 KB to 512 KB, which is all of a 1 MB L2: what the interpreter touches in between
-costs misses there, and where the pages happen to lie costs more than its three calls.
+`decode_rebuild` copies tables of 512 KB to 512 KB, which is all of a 1 MB L2: each of its three calls finds the
+interpreter, the binding and its arguments evicted, and which pages a process got moves the row by half a microsecond.
+So both sides get a fresh process in every turn.
 
 How to read it: medians of runs in turns, in microseconds of the thread's CPU time for an operation, loops included.
 Compare figures of one table with each other, never with those of another machine.
@@ -22,6 +23,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -216,7 +218,7 @@ def delta() -> dict[str, float]:
     return {"decode_delta": timed(DECODE_STEPS - 2, work)}
 
 
-def one_turn(convert: Convert, kind: str) -> dict[str, float]:
+def all_rows(convert: Convert, kind: str) -> dict[str, float]:
     """Every row once."""
     times = lifecycle(convert, indexed=False) | lifecycle(convert, indexed=True)
     times |= steps(convert, indexed=True) | prompts(convert, evicting=False) | prompts(convert, evicting=True)
@@ -224,10 +226,30 @@ def one_turn(convert: Convert, kind: str) -> dict[str, float]:
     return times | steps(convert, indexed=False) | delta() if kind == "numpy" else times
 
 
+RUNS_A_TURN = 3  # of each row in one process, after one that warms up; their median counts
+
+
+def run_side(kind: str) -> None:
+    """What a process of its own does for a turn: prints the medians of its runs."""
+    gc.disable()
+    runs = []
+    for _ in range(RUNS_A_TURN + 1):
+        runs.append(all_rows(KINDS[kind], kind))
+        gc.collect()
+    print(json.dumps({row: statistics.median(run[row] for run in runs[1:]) for row in runs[0]}))
+
+
+def python_turn(kind: str) -> dict[str, float]:
+    """The rows through Python, in a process of their own."""
+    done = subprocess.run([sys.executable, __file__, "--side", kind], stdout=subprocess.PIPE, text=True, check=True)
+    times: dict[str, float] = json.loads(done.stdout)
+    return times
+
+
 def core_turn() -> dict[str, float]:
     """The same rows on the core alone, in a process of its own."""
     command = ["cargo", "bench", "--quiet", "--locked", "--bench", "metadata", "--"]
-    command += ["--side", "core", "--runs", "3", "--json"]
+    command += ["--side", "core", "--runs", str(RUNS_A_TURN), "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return {line["row"]: line["core"]["median_us"] for line in json.loads(done.stdout)["rows"]}
 
@@ -281,33 +303,28 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def measure(runs: int) -> list[Row]:
-    """Core and Python in turns; the first turn warms up and is not kept."""
+def measure(turns: int) -> list[Row]:
+    """Core and Python in turns."""
+    core_turn()  # builds it, should that be needed
     core: list[dict[str, float]] = []
-    turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    gc.disable()
-    for turn in range(runs + 1):
-        of_core = core_turn()
-        of_kinds = {
-            # Lists take long and are shown for comparison only.
-            kind: one_turn(convert, kind)
-            for kind, convert in KINDS.items()
-            if kind == "numpy" or turn % 3 == 1
-        }
-        if turn:
-            core.append(of_core)
-            for kind, times in of_kinds.items():
-                turns[kind].append(times)
-        gc.collect()
-    gc.enable()
-    return judge(core, turns)
+    of_kinds: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    for turn in range(turns):
+        core.append(core_turn())
+        for kind, times in of_kinds.items():
+            if kind == "numpy" or turn % 3 == 0:  # the others are shown for comparison only
+                times.append(python_turn(kind))
+    return judge(core, of_kinds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures for machines")
-    parser.add_argument("--runs", type=int, default=9, help="turns that are kept (default 9)")
+    parser.add_argument("--runs", type=int, default=9, help="turns of each side (default 9)")
+    parser.add_argument("--side", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.side is not None:
+        run_side(arguments.side)
+        return
     if arguments.runs < 1:
         parser.error(f"`--runs`: wanted 1 or more, got {arguments.runs}")
     rows = measure(arguments.runs)

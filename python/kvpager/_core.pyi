@@ -31,6 +31,7 @@ class _Array(Protocol):
 _Integers: TypeAlias = Buffer | _LendsNumpy | Iterable[SupportsIndex]
 _Memory: TypeAlias = Buffer | _Array | _LendsNumpy
 _Out = TypeVar("_Out", bound=_Memory)
+_Device: TypeAlias = torch.device | str | int
 # Media items of a prompt: (start, stop, key), sorted and disjoint.
 _Items: TypeAlias = Iterable[tuple[SupportsIndex, SupportsIndex, str]]
 
@@ -124,14 +125,46 @@ class KVBlockManager:
     def reset_prefix_cache(self) -> None: ...
 
     # batches
-    def slot_mapping_into(
-        self, ids: _Integers, counts: _Integers | None, out: _Memory, token_ids: _Integers | None = None
-    ) -> None: ...
+    @overload
+    def slot_mapping_for_append(
+        self,
+        ids: _Integers,
+        counts: _Integers | None = None,
+        token_ids: _Integers | None = None,
+        *,
+        device: _Device | None = None,
+        out: None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def slot_mapping_for_append(
+        self,
+        ids: _Integers,
+        counts: _Integers | None = None,
+        token_ids: _Integers | None = None,
+        *,
+        device: None = None,
+        out: _Out,
+    ) -> _Out: ...
     def commit_batch(self, ids: _Integers, ns: _Integers, token_ids: _Integers | None = None) -> None: ...
-    def count_new_tokens(self, ids: _Integers, counts: _Integers | None = None) -> int: ...
-    def longest_table(self, ids: _Integers) -> int: ...
-    def block_tables_into(self, ids: _Integers, out: _Memory) -> None: ...
-    def seq_lens_into(self, ids: _Integers, out: _Memory) -> None: ...
+    @overload
+    def get_block_table_tensor(
+        self,
+        ids: _Integers,
+        max_blocks: SupportsIndex | None = None,
+        *,
+        device: _Device | None = None,
+        out: None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def get_block_table_tensor(
+        self, ids: _Integers, max_blocks: SupportsIndex | None = None, *, device: None = None, out: _Out
+    ) -> _Out: ...
+    @overload
+    def get_seq_lens_tensor(
+        self, ids: _Integers, *, device: _Device | None = None, out: None = None
+    ) -> torch.Tensor: ...
+    @overload
+    def get_seq_lens_tensor(self, ids: _Integers, *, device: None = None, out: _Out) -> _Out: ...
 
     # blocks held by the caller
     def allocate_block(self) -> int: ...

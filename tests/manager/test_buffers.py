@@ -98,6 +98,14 @@ def test_new_tensors(manager):
     assert manager.get_seq_lens_tensor([0], device=torch.device("cpu")).tolist() == [5]
 
 
+def test_new_tensors_lie_on_the_cpu_whatever_the_default_device_is(manager):
+    with torch.device("meta"):
+        slots, tables = manager.slot_mapping_for_append([0, 1]), manager.get_block_table_tensor([0, 1])
+        lengths, admission = manager.get_seq_lens_tensor([0, 1]), manager.admit(7, [1, 2, 3])
+    assert (slots.tolist(), tables.tolist(), lengths.tolist()) == ([3, 20], [[0, -1], [1, 5]], [4, 5])
+    assert admission.slots.tolist() == [24, 25, 26]
+
+
 def test_a_device_that_does_not_exist_changes_nothing(manager, observe):
     before = observe(manager)
     with pytest.raises(RuntimeError):

@@ -17,12 +17,14 @@ class _NewTensor:
     def __init__(self, device: Any, kind: str, shape: tuple[int, ...]) -> None:
         import torch
 
-        self._tensor = torch.empty(shape, dtype=getattr(torch, kind), device=device)
+        # Never torch's default device, which need not be the CPU.
+        self._tensor = torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if device is None else device)
 
     def fill(self, values: list[int]) -> Any:
         import torch
 
-        return self._tensor.copy_(torch.tensor(values, dtype=self._tensor.dtype).reshape(self._tensor.shape))
+        host = torch.tensor(values, dtype=self._tensor.dtype, device="cpu")
+        return self._tensor.copy_(host.reshape(self._tensor.shape))
 
 
 class _CallersBuffer:

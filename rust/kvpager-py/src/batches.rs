@@ -1,16 +1,11 @@
-//! The methods of the class about many sequences at once: one crossing a step, buffers in and out.
+//! The methods of the class that change many sequences at once: one crossing a step, buffers in and out.
 
-use kvpager_core::Error;
 use pyo3::prelude::*;
 
 use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
-use crate::memory::as_block_ids;
-use crate::out::Out;
-
-/// A table entry is copied in the time that a sixteenth of an append takes.
-const ENTRIES_PER_TOKEN: usize = 16;
+use crate::out::{Out, fill_new, refuse_device};
 
 /// Tokens that a batched append would append.
 fn count_tokens(arrays: &Arrays, has_counts: bool) -> PyResult<u64> {
@@ -24,44 +19,92 @@ fn count_tokens(arrays: &Arrays, has_counts: bool) -> PyResult<u64> {
     Ok(arrays.counts.iter().fold(0, |sum, &count| sum.saturating_add(count)))
 }
 
+impl KVBlockManager {
+    /// Appends what `arrays` says and writes the slots to `out`.
+    #[inline]
+    fn append_into(
+        &self,
+        arrays: &mut Arrays,
+        (has_counts, has_token_ids): (bool, bool),
+        num_tokens: u64,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let py = out.py();
+        let Arrays { ids, counts, token_ids, slots, .. } = arrays;
+        let counts = has_counts.then_some(counts.as_slice());
+        let token_ids = has_token_ids.then_some(token_ids.as_slice());
+        let target = match Out::open_exact(out, "int64", num_tokens) {
+            Ok(target) => target,
+            Err(about_out) => {
+                // What is wrong with the batch itself is said first.
+                self.call(py, num_tokens, |manager| manager.settle_batch(ids, counts, token_ids))?;
+                return Err(about_out);
+            }
+        };
+        self.call_into(py, num_tokens, target, |manager, out| {
+            slots.clear();
+            match token_ids {
+                None => manager.append_batch(ids, counts, slots)?,
+                Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots)?,
+            }
+            out.copy_from_slice(slots);
+            Ok(())
+        })
+    }
+}
+
 #[pymethods]
 impl KVBlockManager {
-    /// Append `counts[row]` tokens (default 1) to each of `ids`, in order, and write their slots to `out`, a writable
-    /// int64 buffer of exactly that many elements. `token_ids` has one id for each new token. All rows or none.
-    /// O(tokens).
-    #[pyo3(signature = (ids, counts, out, token_ids = None))]
-    fn slot_mapping_into(
+    /// Append to a batch of sequences, in the order of `ids`, and return where the new tokens' K/V go.
+    ///
+    /// All or nothing: the demand of the whole batch is settled before anything changes. An id named twice appends
+    /// twice. Appending into a shared tail block owes a copy: run `take_copies` before the slots are written. Fastest
+    /// with `ids` (and `counts`) in int64 arrays or tensors on the CPU and a reused `out`.
+    ///
+    /// Args:
+    ///     ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of ints.
+    ///     counts: `counts [B]`, tokens to append to each (0 allowed), of the same kinds; None appends one to each.
+    ///     `token_ids`: `token_ids [T]`, ids of the new tokens, row after row, of the same kinds; None: told later, with
+    ///         `commit`, or known from the prompt.
+    ///     device: device of the new tensor; the CPU if None. Not together with `out`.
+    ///     out: writable C-contiguous int64 buffer of exactly T elements (CPU tensor, numpy array, `array`,
+    ///         memoryview); filled and returned itself.
+    ///
+    /// Returns:
+    ///     `slot_mapping [T] int64`, T = sum of `counts`: the rows' slots one after the other; `out` if it was given.
+    ///
+    /// Raises:
+    ///     `UnknownSequenceError`: an id names no sequence.
+    ///     `OutOfBlocksError`: the pool has fewer free blocks than the batch takes; `row` is the first that lacks one.
+    ///     `SequenceTooLongError`: a sequence would have more tokens than `max_sequence_length`.
+    ///     `ArgumentError`: a bad id, count, token id (another than the prompt's, for example), `out` or `device`.
+    ///
+    /// Cost: O(B + T); one crossing into Rust, no work in Python per row.
+    #[pyo3(signature = (ids, counts = None, token_ids = None, *, device = None, out = None))]
+    fn slot_mapping_for_append<'py>(
         &self,
-        py: Python<'_>,
-        ids: &Bound<'_, PyAny>,
-        counts: Option<&Bound<'_, PyAny>>,
-        out: &Bound<'_, PyAny>,
-        token_ids: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+        ids: &Bound<'py, PyAny>,
+        counts: Option<&Bound<'py, PyAny>>,
+        token_ids: Option<&Bound<'py, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self.with_arrays(|arrays| {
             arrays.read_ids(ids)?;
             counts.map(|counts| arrays.read_counts(counts)).transpose()?;
             token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
+            let given = (counts.is_some(), token_ids.is_some());
             let num_tokens = count_tokens(arrays, counts.is_some())?;
-            let Arrays { ids, counts: kept_counts, token_ids: kept_ids, slots, .. } = arrays;
-            let counts = counts.is_some().then_some(kept_counts.as_slice());
-            let token_ids = token_ids.is_some().then_some(kept_ids.as_slice());
-            let target = match Out::open_exact(out, "int64", num_tokens) {
-                Ok(target) => target,
-                Err(about_out) => {
-                    // What is wrong with the batch itself is said first.
-                    self.call(py, num_tokens, |manager| manager.settle_batch(ids, counts, token_ids))?;
-                    return Err(about_out);
-                }
-            };
-            self.call_into(py, num_tokens, target, |manager, out| {
-                slots.clear();
-                match token_ids {
-                    None => manager.append_batch(ids, counts, slots)?,
-                    Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots)?,
-                }
-                out.copy_from_slice(slots);
-                Ok(())
+            if let Some(out) = out {
+                refuse_device(device)?;
+                self.append_into(arrays, given, num_tokens, out)?;
+                return Ok(out.clone());
+            }
+            // What will be refused gets no memory.
+            let room = u64::from(self.config.num_blocks()) * self.config.block_size();
+            let shape = [if num_tokens <= room { num_tokens } else { 0 }];
+            fill_new(ids.py(), &shape, "int64", device, |slots| {
+                self.append_into(arrays, given, num_tokens, slots)
             })
         })
     }
@@ -84,89 +127,6 @@ impl KVBlockManager {
             let token_ids = token_ids.is_some().then_some(kept_ids.as_slice());
             let work = ids.len() + token_ids.map_or(0, <[_]>::len);
             self.call(py, work as u64, |manager| manager.commit_batch(ids, ns, token_ids))
-        })
-    }
-
-    /// How many slots `slot_mapping_into` would write for these arguments. O(ids).
-    #[pyo3(signature = (ids, counts = None))]
-    fn count_new_tokens(&self, ids: &Bound<'_, PyAny>, counts: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
-        self.with_arrays(|arrays| {
-            arrays.read_ids(ids)?;
-            counts.map(|counts| arrays.read_counts(counts)).transpose()?;
-            count_tokens(arrays, counts.is_some())
-        })
-    }
-
-    /// Entries of the longest block table among `ids`; 0 if there are none. O(ids).
-    fn longest_table(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<usize> {
-        self.with_arrays(|arrays| {
-            arrays.read_ids(ids)?;
-            let ids = &arrays.ids;
-            self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))
-        })
-    }
-
-    /// Write the block tables of `ids` to `out`, a writable int32 buffer `[B, M]`; rows are padded with -1. O(B * M).
-    fn block_tables_into(
-        &self,
-        py: Python<'_>,
-        ids: &Bound<'_, PyAny>,
-        out: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        self.with_arrays(|arrays| {
-            arrays.read_ids(ids)?;
-            let ids = &arrays.ids;
-            let wanted = || format!("a writable, contiguous int32 buffer of {} rows on the CPU", ids.len());
-            let target = Out::open(out, wanted).and_then(|target| {
-                let rows_fit = match target.rows_of_two() {
-                    Some(num_rows) => num_rows == ids.len(),
-                    None => target.len().is_multiple_of(ids.len()),
-                };
-                if rows_fit { Ok(target) } else { Err(argument_error("out", &wanted(), target.describe())) }
-            });
-            let target = match target {
-                Ok(target) => target,
-                Err(about_out) => {
-                    // Unknown ids are said first.
-                    self.call(py, ids.len() as u64, |manager| manager.longest_table(ids))?;
-                    return Err(about_out);
-                }
-            };
-            let max_blocks = target.len().checked_div(ids.len()).unwrap_or(0);
-            let work = (target.len() / ENTRIES_PER_TOKEN) as u64;
-            let too_long = self.call_into(py, work, target, |manager, out| {
-                match manager.copy_block_tables(ids, max_blocks, as_block_ids(out)) {
-                    Err(Error::Argument { argument: "max_blocks", .. }) => {
-                        manager.longest_table(ids).map(Some)
-                    }
-                    written => written.map(|()| None),
-                }
-            })?;
-            let Some(longest) = too_long else { return Ok(()) };
-            let wanted = format!("room for {longest} blocks in a row, the longest table");
-            Err(argument_error("out", &wanted, Out::<i32>::open(out, || wanted.clone())?.describe()))
-        })
-    }
-
-    /// Write the lengths of `ids` to `out`, a writable int32 buffer `[B]`. O(B).
-    fn seq_lens_into(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_arrays(|arrays| {
-            arrays.read_ids(ids)?;
-            let Arrays { ids, entries, .. } = arrays;
-            let work = ids.len() as u64;
-            let target = match Out::open_exact(out, "int32", work) {
-                Ok(target) => target,
-                Err(about_out) => {
-                    self.call(py, work, |manager| manager.longest_table(ids))?; // unknown ids are said first
-                    return Err(about_out);
-                }
-            };
-            self.call_into(py, work, target, |manager, out| {
-                entries.resize(ids.len(), 0);
-                manager.write_seq_lens(ids, entries)?;
-                out.copy_from_slice(entries);
-                Ok(())
-            })
         })
     }
 }

@@ -6,8 +6,8 @@
 //! * `arguments` reads single integers, `arrays` many (numpy, `array`, CPU tensors, lists); `out` is where an answer goes;
 //!   both look into arrays and tensors in place (`memory`) and fall back to the buffer protocol (`buffers`);
 //! * `failure` maps every error of the core to its Python class, and a panic to one too;
-//! * `manager` is the class and its lock, `sequences`, `batches`, `prefix` and `figures` its methods, `prompt` what they
-//!   read of a prompt; `stats` and `info` are frozen answers;
+//! * `manager` is the class and its lock, `sequences`, `batches`, `exports`, `prefix` and `figures` its methods, `prompt`
+//!   what they read of a prompt; `stats` and `info` are frozen answers;
 //! * `batch` is the class of a batch that writes into the caller's buffers, `lent` those buffers.
 
 mod arguments;
@@ -15,6 +15,7 @@ mod arrays;
 mod batch;
 mod batches;
 mod buffers;
+mod exports;
 mod failure;
 mod figures;
 mod info;

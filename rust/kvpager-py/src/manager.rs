@@ -4,7 +4,8 @@
 //! after); a thread that waits for the lock has let go of the interpreter; work that may take long runs detached from
 //! it. So any interleaving of threads equals some serial order, and there is no deadlock with the interpreter.
 //!
-//! Its methods stand beside it: `sequences`, `batches`, `prefix` and `figures`; each converts, calls and returns.
+//! Its methods stand beside it: `sequences`, `batches`, `exports`, `prefix` and `figures`; each converts, calls and
+//! returns.
 
 use std::sync::Mutex;
 
@@ -24,7 +25,7 @@ const LONG_WORK: u64 = 8192;
 
 /// The block manager in Rust: maps the tokens of many sequences to the blocks of one pool.
 ///
-/// `kvpager.KVBlockManager` adds the calls that give tensors. Integers out of range raise `ArgumentError`, what is no
+/// `kvpager.KVBlockManager` adds what people look at. Integers out of range raise `ArgumentError`, what is no
 /// integer raises `TypeError`; arguments are checked before the state is looked at.
 #[pyclass(frozen, subclass, module = "kvpager._core")]
 pub(crate) struct KVBlockManager {

@@ -1,10 +1,12 @@
-//! The caller's memory for an answer: looked at in place if it can be, held through its buffer if not.
+//! Where an answer goes: the caller's memory, looked at in place if it can be, held through its buffer if not; or a new
+//! tensor. torch is imported where one is made, never before.
 
 use pyo3::buffer::Element;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
+use crate::arguments::text;
 use crate::buffers::Held;
 use crate::failure::argument_error;
 use crate::memory::{self, Seen};
@@ -74,10 +76,44 @@ impl<'a, 'py, T: Element> Out<'a, 'py, T> {
     }
 }
 
-/// A new int64 tensor of this many elements.
-pub(crate) fn new_slots(py: Python<'_>, num_slots: u64) -> PyResult<Bound<'_, PyAny>> {
+/// Refuses a `device` that came together with an `out`.
+#[inline]
+pub(crate) fn refuse_device(device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    device.map_or(Ok(()), |device| Err(argument_error("device", "None together with `out`", text(device))))
+}
+
+/// A new tensor, the CPU's if there is no `device`. `kind` is the name of its type.
+pub(crate) fn new_tensor<'py>(
+    py: Python<'py>,
+    shape: &[u64],
+    kind: &str,
+    device: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let torch = py.import(intern!(py, "torch"))?;
     let options = PyDict::new(py);
-    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "int64"))?)?;
-    torch.call_method(intern!(py, "empty"), (num_slots,), Some(&options))
+    options.set_item(intern!(py, "dtype"), torch.getattr(kind)?)?;
+    // Never torch's default device, which need not be the CPU.
+    match device {
+        Some(device) => options.set_item(intern!(py, "device"), device)?,
+        None => options.set_item(intern!(py, "device"), intern!(py, "cpu"))?,
+    }
+    torch.call_method(intern!(py, "empty"), (PyTuple::new(py, shape)?,), Some(&options))
+}
+
+/// A new tensor, which `fill` writes. It is made first: a device may be missing, or full.
+pub(crate) fn fill_new<'py>(
+    py: Python<'py>,
+    shape: &[u64],
+    kind: &str,
+    device: Option<&Bound<'py, PyAny>>,
+    fill: impl FnOnce(&Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let tensor = new_tensor(py, shape, kind, device)?;
+    if tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        fill(&tensor)?;
+        return Ok(tensor);
+    }
+    let host = new_tensor(py, shape, kind, None)?;
+    fill(&host)?;
+    tensor.call_method1(intern!(py, "copy_"), (host,))
 }

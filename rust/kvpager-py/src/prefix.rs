@@ -10,7 +10,7 @@ use crate::arguments::{COUNT, read_natural, read_sequence_id};
 use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
-use crate::out::{Out, new_slots};
+use crate::out::{Out, new_tensor};
 use crate::prompt::Keys;
 
 #[pymethods]
@@ -71,7 +71,7 @@ impl KVBlockManager {
                 // What is refused as too long gets no memory.
                 let room = num_new_tokens.unwrap_or(u64::MAX).min(arrays.token_ids.len() as u64);
                 let fits = room <= u64::from(self.config.num_blocks()) * self.config.block_size();
-                let slots = new_slots(py, if fits { room } else { 0 })?;
+                let slots = new_tensor(py, &[if fits { room } else { 0 }], "int64", None)?;
                 let (num_computed, num_slots) =
                     self.admit_into(py, id, arrays, &keys, num_new_tokens, resumed, &slots)?;
                 return answer(num_computed, slots.get_item(PySlice::new(py, 0, num_slots as isize, 1))?);
