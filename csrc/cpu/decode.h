@@ -15,10 +15,13 @@ inline int64_t partial_floats(int64_t num_heads, int64_t head_dim) { return num_
 
 inline Partial partial_at(float* data, int64_t num_heads) { return {data, data + num_heads, data + 2 * num_heads}; }
 
-// Working memory of attend_span, in floats: for each head a query and sums, padded to the widest Pair, and two numbers.
+constexpr int64_t kMaxChunk = 128;  // positions whose weights attend_span keeps
+
+// Working memory of attend_span, in floats: for each head a query and sums, padded to the widest Pair, the weights of a
+// chunk, and four numbers.
 inline int64_t scratch_floats(int64_t num_heads, int64_t head_dim) {
   constexpr int64_t kWidestPair = 32;
-  return 2 * num_heads * ((head_dim + kWidestPair - 1) / kWidestPair * kWidestPair + 1);
+  return num_heads * (2 * ((head_dim + kWidestPair - 1) / kWidestPair * kWidestPair) + kMaxChunk + 4);
 }
 
 // Positions begin ... end - 1 of one sequence, all heads. Not empty; within the sequence's checked length.

@@ -133,7 +133,7 @@ struct KeyProduct<T, int8_code, Kind::integers> {
 template <class T>
 struct ValueProduct<T, int8_code, Kind::integers> : TwoRows<int8_code> {
   static constexpr bool kRounds = false, kScales = true;
-  using Sum = Units;  // at most 64 products of 2^15 * 2^7
+  using Sum = Units;  // at most kMaxChunk products of 2^15 * 2^7
   // A weight that is no number or infinite makes the factor NaN, and with it all that it is multiplied with.
   static KVPAGER_INLINE float prepare(float* weights, int64_t count, float&) {
     Vec tops = zero(), poison = zero();

@@ -9,9 +9,15 @@
 
 namespace kvpager::cpu::KVPAGER_ISA {
 
-constexpr int kChunk = 64;       // positions; a multiple of kPair of every set
-constexpr int64_t kStreams = 4;  // parts of a chunk that rows are taken from in turns
-constexpr int64_t kLine = 64;    // bytes
+constexpr int kChunk = kMaxChunk;  // positions at most; a multiple of kPair of every set
+constexpr int64_t kStreams = 4;    // parts of a chunk that rows are taken from in turns
+constexpr int64_t kLine = 64;      // bytes
+
+// Positions of a chunk: a stream is one block, where that is not too short or too long.
+inline int64_t chunk_length(int64_t block_size) {
+  const int64_t blocks = kStreams * block_size;
+  return blocks < kChunk / 2 ? kChunk / 2 : least(blocks, kChunk);
+}
 
 // Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run is
 // a part of one block, in the order of positions: its scales lie slot_stride apart.
@@ -34,13 +40,14 @@ void weave(const E* ordered, int64_t count, E* woven) {
   for (int64_t i = kStreams * quarter; i < count; ++i) woven[i] = ordered[i];
 }
 
-// The first kChunk of positions begin ... end - 1, or all; none if there are none.
+// The first `length` of positions begin ... end - 1, or all; none if there are none.
 template <class T, class C>
-void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, Chunk<C>& chunk) {
+void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, int64_t length,
+               Chunk<C>& chunk) {
   const int64_t S = p.pool.block_size;
   const C *keys[kChunk], *values[kChunk];
   chunk.count = chunk.num_runs = 0;
-  for (int64_t position = begin; position < end && chunk.count < kChunk;) {
+  for (int64_t position = begin; position < end && chunk.count < length;) {
     // In bounds: position < length, so the driver has seen this column and found a block of the pool.
     const int64_t block = p.block_tables.at(row, position / S);
     int64_t offset = position % S;
@@ -49,7 +56,7 @@ void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64
       chunk.key_scales[chunk.num_runs] = p.key_scale.at(block, 0, offset);
       chunk.value_scales[chunk.num_runs++] = p.value_scale.at(block, 0, offset);
     }
-    for (; offset < S && position < end && chunk.count < kChunk; ++offset, ++position, ++chunk.count) {
+    for (; offset < S && position < end && chunk.count < length; ++offset, ++position, ++chunk.count) {
       keys[chunk.count] = p.key_cache.at(block, 0, offset);
       values[chunk.count] = p.value_cache.at(block, 0, offset);
     }
@@ -82,9 +89,9 @@ void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<c
   for (int64_t i = chunk.count; i < kChunk; ++i) woven[i] = 0;  // a NaN would spread over the chunk
 }
 
-// The rows to have in the cache next, as many as are worked on now: row i of `rows`, `offset` elements on.
+// The rows of one kv head: those of head 0, `offset` elements on.
 template <class C>
-struct Upcoming {
+struct HeadRows {
   const C* const* rows;
   int64_t offset;
   KVPAGER_INLINE const C* row(int64_t i) const { return rows[i] + offset; }
