@@ -36,6 +36,12 @@ template <class C>
 struct Rows {
   int64_t count;
   HeadRows<C> now, next;
+
+  // The row after row i, kAgain rows on.
+  KVPAGER_INLINE const C* soon(int64_t i) const {
+    const int64_t at = i + kAgain;
+    return at < count ? now.row(at) : next.row(at - count);  // at - count < kChunk
+  }
 };
 
 // scores = weights[g, i] = query g . key i for the chunk's tokens; up to 7 columns past them get nonsense.
@@ -49,11 +55,12 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
   float* scores = heads.weights;
   for (int64_t i = 0; i < rows.count; i += kTokens) {
     typename Product::Sum sums[G][kTokens];
-    const C *keys[kTokens], *upcoming[kTokens];
+    const C *keys[kTokens], *coming[kTokens], *soon[kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       keys[t] = rows.now.row(i + t);
-      upcoming[t] = rows.next.row(i + t);
+      coming[t] = rows.next.row(i + t);
+      soon[t] = rows.soon(i + t);
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) sums[g][t] = Product::none();
     }
@@ -61,7 +68,7 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         const auto key = load_key(keys[t] + d);
-        if (d * static_cast<int64_t>(sizeof(C)) % kLine == 0) prefetch<kPair>(upcoming[t] + d);
+        if (d * static_cast<int64_t>(sizeof(C)) % kLine == 0) prefetch<kPair>(coming[t] + d, soon[t] + d);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) sums[g][t] = Product::add(sums[g][t], queries + g * padded + d, key);
       }
@@ -149,8 +156,8 @@ KVPAGER_INLINE void add_tile(const Heads& heads, const Rows<C>& rows, int64_t d,
     constexpr bool kBoth = decltype(both)::value;
     const C *row = rows.now.row(i) + d, *second = kBoth ? rows.now.row(i + kTokens - 1) + d : nullptr;
     if (line_begins) {
-      prefetch<kPairs * kPair>(rows.next.row(i) + d);
-      if constexpr (kTokens > 1 && kBoth) prefetch<kPairs * kPair>(rows.next.row(i + 1) + d);
+      prefetch<kPairs * kPair>(rows.next.row(i) + d, rows.soon(i) + d);
+      if constexpr (kTokens > 1 && kBoth) prefetch<kPairs * kPair>(rows.next.row(i + 1) + d, rows.soon(i + 1) + d);
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kPairs; ++c) {
@@ -205,7 +212,7 @@ KVPAGER_INLINE void for_groups(const Heads& all, int64_t kv_head, int64_t group,
   }
 }
 
-// Weights of one chunk for all heads. `values` are to be had next.
+// Weights of one chunk for all heads.
 template <class T, class C>
 void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chunk<C>& following, const Heads& all) {
   const int64_t K = p.pool.num_kv_heads, group = p.num_heads / K;
@@ -217,8 +224,8 @@ void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chu
       copy_scales(chunk, chunk.key_scales, p.key_scale, kv_head, key_scales);
       copy_scales(chunk, chunk.value_scales, p.value_scale, kv_head, value_scales);
       for (int64_t run = 0; run < next.num_runs; ++run) {
-        prefetch<1>(next.key_scales[run] + (last ? 0 : kv_head + 1) * p.key_scale.head_stride);
-        prefetch<1>(next.value_scales[run] + (last ? 0 : kv_head + 1) * p.value_scale.head_stride);
+        prefetch_line(next.key_scales[run] + (last ? 0 : kv_head + 1) * p.key_scale.head_stride);
+        prefetch_line(next.value_scales[run] + (last ? 0 : kv_head + 1) * p.value_scale.head_stride);
       }
     }
     Rows<C> rows{chunk.count, {chunk.keys, kv_head * p.key_cache.head_stride}, {}};
@@ -231,7 +238,7 @@ void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chu
   }
 }
 
-// Sums of one chunk's values for all heads. The keys of the following chunk are to be had next.
+// Sums of one chunk's values for all heads.
 template <class T, class C>
 void sweep_values(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chunk<C>& following, const Heads& all) {
   const int64_t K = p.pool.num_kv_heads, group = p.num_heads / K;

@@ -11,6 +11,7 @@ namespace kvpager::cpu::KVPAGER_ISA {
 
 constexpr int kChunk = kMaxChunk;  // positions at most; a multiple of kPair of every set
 constexpr int64_t kStreams = 4;    // parts of a chunk that rows are taken from in turns
+constexpr int64_t kAgain = 32;     // rows ahead that are asked for again
 constexpr int64_t kLine = 64;      // bytes
 
 // Positions of a chunk: a stream is one block, where that is not too short or too long.
@@ -97,11 +98,19 @@ struct HeadRows {
   KVPAGER_INLINE const C* row(int64_t i) const { return rows[i] + offset; }
 };
 
-// Asks for kCount elements, into the second cache: the first has too few misses in flight.
+// Asks for a line, into the second cache: the first has too few misses in flight.
+KVPAGER_INLINE void prefetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+// Asks for kCount elements, which will be worked on one head later, and again for those that come kAgain rows later: a
+// core forgets requests when too many are on their way, and where multiplying is quick that is every third or so. Codes
+// are multiplied too slowly for that.
 template <int64_t kCount, class C>
-KVPAGER_INLINE void prefetch(const C* at) {
+KVPAGER_INLINE void prefetch(const C* coming, const C* soon) {
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < kCount; i += kLine / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(at + i, 0, 2);
+  for (int64_t i = 0; i < kCount; i += kLine / static_cast<int64_t>(sizeof(C))) {
+    prefetch_line(coming + i);
+    if constexpr (!is_quantised<C>) prefetch_line(soon + i);
+  }
 }
 
 }  // namespace kvpager::cpu::KVPAGER_ISA
