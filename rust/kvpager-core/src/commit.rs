@@ -94,7 +94,7 @@ impl BlockManager {
         token_ids: Option<&[TokenId]>,
     ) -> Result<()> {
         let is_found = ids.len() == ns.len() && self.find_rows(ids).is_ok();
-        if is_found && self.commit_step(ns, token_ids) {
+        if is_found && self.commit_step(Some(ns), token_ids) {
             return Ok(());
         }
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;

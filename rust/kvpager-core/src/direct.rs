@@ -28,33 +28,46 @@ use crate::{BlockId, Config, Slot, TokenId};
 
 impl BlockManager {
     /// The commit of a decode step, in one pass: each row in `scratch.rows` has computed one token more, whose id comes
-    /// with it. Anything else, a bad id too, takes back what the pass did and leaves all to the general way.
-    pub(crate) fn commit_step(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> bool {
+    /// with it. `ns` as in a commit of all rows; `None`: each row's length. Anything else, a bad id too, takes back what
+    /// the pass did and leaves all to the general way.
+    pub(crate) fn commit_step(&mut self, ns: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> bool {
         let Some(token_ids) = token_ids else { return false };
         let Self { config, sequences, scratch, copies, pool, .. } = self;
         let Scratch { rows: batch, filled, .. } = scratch;
         let num_rows = batch.len();
-        if copies.len() > 0 || !config.prefix_caching() || token_ids.len() != num_rows || ns.len() != num_rows
-        {
+        let is_one_each = token_ids.len() == num_rows && ns.is_none_or(|ns| ns.len() == num_rows);
+        if copies.len() > 0 || !config.prefix_caching() || !is_one_each {
             return false;
         }
         filled.clear();
         let SequenceTable { rows, tables, chains, spare, .. } = sequences;
         let mut num_done = 0;
-        loop {
-            let rest = (&batch[num_done..], &ns[num_done..], &token_ids[num_done..]);
-            num_done += commit_direct(rows, &mut pool.index.tokens, rest);
-            let Some(&row) = batch.get(num_done) else { break };
-            let (sequence, chain) = (&mut rows[row as usize], &mut chains[row as usize]);
-            let (n, table) = (ns[num_done], &tables[row as usize]);
-            let next = (n, token_ids[num_done]);
-            if !commit_one(config, sequence, table, chain, &mut pool.index, spare, next) {
-                break;
+        'pass: while num_done < num_rows {
+            let (rest, tokens) =
+                (batch[num_done..].iter().zip(&token_ids[num_done..]), &mut pool.index.tokens);
+            num_done += match ns {
+                None => commit_direct(rows, tokens, rest.map(|(&row, &id)| (row, id, None))),
+                Some(ns) => {
+                    let rest = rest.zip(&ns[num_done..]);
+                    commit_direct(rows, tokens, rest.map(|((&row, &id), &n)| (row, id, Some(n))))
+                }
+            };
+            // Rows that complete a block mostly stand together: no new start for each.
+            while let Some(&row) = batch.get(num_done) {
+                let (sequence, chain) = (&mut rows[row as usize], &mut chains[row as usize]);
+                let (n, table) = (ns.map_or(sequence.length, |ns| ns[num_done]), &tables[row as usize]);
+                let next = (n, token_ids[num_done]);
+                if !commit_one(config, sequence, table, chain, &mut pool.index, spare, next) {
+                    break 'pass;
+                }
+                if chain.has_filled(n, config.block_size()) {
+                    filled.push((row, n));
+                }
+                num_done += 1;
+                if batch.get(num_done).is_some_and(|&row| rows[row as usize].goes_on_direct()) {
+                    break;
+                }
             }
-            if chain.has_filled(n, config.block_size()) {
-                filled.push((row, n));
-            }
-            num_done += 1;
         }
         // Only now that the pass has read the ids: they come from memory while it works.
         if num_done < num_rows || check_token_ids(token_ids, "token_ids").is_err() {
@@ -154,25 +167,25 @@ fn next_node(index: &Index, chain: &Chain, table: &[BlockId]) -> (Parent, BlockI
     (parent, table[chain.num_indexed])
 }
 
-/// Commits one token each to the rows in front that have a direct run which goes on; how many. A function of its own, so
-/// that all the loop needs stays in registers.
+/// Commits one token each to the rows in front that have a direct run which goes on; how many. Each comes with the id and
+/// what is computed then, `None`: all its tokens. A function of its own, so that all the loop needs stays in registers.
 #[inline(never)]
 fn commit_direct(
     rows: &mut [Sequence],
     tokens: &mut [TokenId],
-    (batch, ns, token_ids): (&[u32], &[u64], &[TokenId]),
+    steps: impl ExactSizeIterator<Item = (u32, TokenId, Option<u64>)>,
 ) -> usize {
-    for (at, ((&row, &n), &token_id)) in batch.iter().zip(ns).zip(token_ids).enumerate() {
+    let num_rows = steps.len();
+    for (at, (row, token_id, n)) in steps.enumerate() {
         let sequence = &mut rows[row as usize];
-        // With no open position left, this one may complete the block.
-        let goes_on = sequence.is_direct && sequence.open() > 0;
-        if sequence.length != n || sequence.computed + 1 != n || !goes_on {
+        let n = n.unwrap_or(sequence.length);
+        if sequence.length != n || sequence.computed + 1 != n || !sequence.goes_on_direct() {
             return at;
         }
         tokens[(sequence.slot_base + sequence.computed as Slot) as usize] = token_id;
         sequence.computed = n;
     }
-    batch.len()
+    num_rows
 }
 
 /// Commits the next token of a row, whichever way it can go; false if it can't.

@@ -131,6 +131,13 @@ impl Sequence {
         u64::from(self.open_until.wrapping_sub(self.length as u16))
     }
 
+    /// Whether the next commit of one token writes its id with the index and no more: with no open position left, it may
+    /// complete the block.
+    #[inline]
+    pub(crate) fn goes_on_direct(&self) -> bool {
+        self.is_direct && self.open() > 0
+    }
+
     /// Opens what follows the length in the tail block, where `slot` is that of the next position.
     #[inline]
     pub(crate) fn open_run(&mut self, num_positions: u64, slot: Slot) {

@@ -147,25 +147,26 @@ impl BlockManager {
         if ns.is_none() && token_ids.is_none() && !self.config.prefix_caching() {
             return Ok(()); // all tokens count as computed
         }
-        let batch = &mut self.batches.all[at];
-        let num_rows = batch.rows.len();
-        let mut lengths = std::mem::take(&mut batch.lengths);
-        lengths.clear();
-        match ns {
-            None => lengths.extend(batch.rows.iter().map(|&row| self.sequences.rows[row as usize].length)),
-            Some(ns) => lengths.extend_from_slice(ns),
+        std::mem::swap(&mut self.batches.all[at].rows, &mut self.scratch.rows);
+        let committed =
+            if self.commit_step(ns, token_ids) { Ok(()) } else { self.commit_any(at, ns, token_ids) };
+        std::mem::swap(&mut self.batches.all[at].rows, &mut self.scratch.rows);
+        committed
+    }
+
+    /// The general way of [`commit_rows`](Self::commit_rows), whose rows stand in `scratch.rows`.
+    fn commit_any(&mut self, at: usize, ns: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> Result<()> {
+        check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
+        let rows = &self.scratch.rows;
+        if let Some(ns) = ns {
+            check_num_lengths(rows.len(), ns)?;
+            return self.commit_found(ns, token_ids);
         }
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        let committed = if self.commit_step(&lengths, token_ids) {
-            Ok(())
-        } else {
-            check_token_ids(token_ids.unwrap_or_default(), "token_ids")
-                .and_then(|()| check_num_lengths(num_rows, &lengths))
-                .and_then(|()| self.commit_found(&lengths, token_ids))
-        };
-        let batch = &mut self.batches.all[at];
-        std::mem::swap(&mut batch.rows, &mut self.scratch.rows);
-        batch.lengths = lengths;
+        let mut lengths = std::mem::take(&mut self.batches.all[at].lengths);
+        lengths.clear();
+        lengths.extend(rows.iter().map(|&row| self.sequences.rows[row as usize].length));
+        let committed = self.commit_found(&lengths, token_ids);
+        self.batches.all[at].lengths = lengths;
         committed
     }
 
