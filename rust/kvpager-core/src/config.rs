@@ -56,6 +56,13 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Config`] if one is 0, if there are more than [`MAX_BLOCKS`] blocks, or if the slots don't fit an i64.
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.num_blocks(), 64);
+    /// assert!(Config::new(64, 0).is_err());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     pub fn new(num_physical_blocks: u64, block_size: u64) -> Result<Self> {
         let reason = if num_physical_blocks == 0 || num_physical_blocks > MAX_BLOCKS {
             format!("`num_physical_blocks`: wanted 1 to {MAX_BLOCKS} blocks, got {num_physical_blocks}")
@@ -83,24 +90,49 @@ impl Config {
     }
 
     /// With or without the prefix index. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert!(Config::new(64, 16)?.with_prefix_caching(true).prefix_caching());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn with_prefix_caching(self, prefix_caching: bool) -> Self {
         Self { prefix_caching, ..self }
     }
 
     /// With or without fences: whether blocks freed in an epoch wait until it is retired. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert!(Config::new(64, 16)?.with_fences(true).fences());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn with_fences(self, fences: bool) -> Self {
         Self { fences, ..self }
     }
 
     /// With another order of eviction. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::{Config, EvictionPolicy};
+    /// let config = Config::new(64, 16)?.with_eviction_policy(EvictionPolicy::Slru);
+    /// assert_eq!(config.eviction_policy(), EvictionPolicy::Slru);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn with_eviction_policy(self, eviction_policy: EvictionPolicy) -> Self {
         Self { eviction_policy, ..self }
     }
 
     /// With another seed of the chain hashes: equal seeds give blocks equal names in every process. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.with_hash_seed(7).hash_seed(), 7);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn with_hash_seed(self, hash_seed: u64) -> Self {
         Self { hash_seed, ..self }
@@ -117,6 +149,13 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Config`] if the pool has fewer.
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.with_watermark_blocks(4)?.watermark_blocks(), 4);
+    /// assert!(Config::new(64, 16)?.with_watermark_blocks(65).is_err());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     pub fn with_watermark_blocks(self, num_blocks: u64) -> Result<Self> {
         Ok(Self { watermark_blocks: self.at_most_all("watermark_blocks", num_blocks)?, ..self })
     }
@@ -125,6 +164,13 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Config`] if the pool has fewer.
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.with_max_pinned_blocks(8)?.max_pinned_blocks(), 8);
+    /// assert!(Config::new(64, 16)?.with_max_pinned_blocks(65).is_err());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     pub fn with_max_pinned_blocks(self, num_blocks: u64) -> Result<Self> {
         Ok(Self { max_pinned_blocks: self.at_most_all("max_pinned_blocks", num_blocks)?, ..self })
     }
@@ -133,6 +179,13 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Config`] if it is 0 or above 2⁶³ − 1.
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.with_max_sequence_length(100)?.max_sequence_length(), 100);
+    /// assert!(Config::new(64, 16)?.with_max_sequence_length(0).is_err());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     pub fn with_max_sequence_length(self, num_tokens: u64) -> Result<Self> {
         if num_tokens == 0 || num_tokens > i64::MAX as u64 {
             let reason = format!("`max_sequence_length`: wanted 1 to 2^63-1, got {num_tokens}");
@@ -152,54 +205,108 @@ impl Config {
     }
 
     /// Blocks in the pool. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.num_blocks(), 64);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn num_blocks(&self) -> u32 {
         self.num_blocks
     }
 
     /// Token positions of one block. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.block_size(), 16);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn block_size(&self) -> u64 {
         self.block_size
     }
 
     /// Whether there is a prefix index. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert!(!Config::new(64, 16)?.prefix_caching());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn prefix_caching(&self) -> bool {
         self.prefix_caching
     }
 
     /// Whether freed blocks wait for their epoch to be retired. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert!(!Config::new(64, 16)?.fences());
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn fences(&self) -> bool {
         self.fences
     }
 
     /// The order of eviction. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::{Config, EvictionPolicy};
+    /// assert_eq!(Config::new(64, 16)?.eviction_policy(), EvictionPolicy::Lru);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn eviction_policy(&self) -> EvictionPolicy {
         self.eviction_policy
     }
 
     /// Blocks kept back when admitting. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.watermark_blocks(), 0);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn watermark_blocks(&self) -> u32 {
         self.watermark_blocks
     }
 
     /// Most blocks that may be pinned at once. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.max_pinned_blocks(), 64);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn max_pinned_blocks(&self) -> u32 {
         self.max_pinned_blocks
     }
 
     /// Most tokens of a sequence; `u64::MAX` says that there is no bound. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.max_sequence_length(), u64::MAX);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn max_sequence_length(&self) -> u64 {
         self.max_sequence_length
     }
 
     /// Seed of the chain hashes. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.hash_seed(), 0);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn hash_seed(&self) -> u64 {
         self.hash_seed
@@ -210,12 +317,24 @@ impl Config {
     }
 
     /// Blocks that hold `num_tokens` tokens: ⌈`num_tokens` / S⌉. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.blocks_for(17), 2);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn blocks_for(&self, num_tokens: u64) -> u64 {
         num_tokens.div_ceil(self.block_size)
     }
 
     /// The slot of `offset` in `block`; both must lie inside the pool. O(1).
+    ///
+    /// ```
+    /// # use kvpager_core::Config;
+    /// assert_eq!(Config::new(64, 16)?.slot(3, 5), 53);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
     #[must_use]
     pub fn slot(&self, block: BlockId, offset: u64) -> Slot {
         debug_assert!(block < self.num_blocks && offset < self.block_size);
