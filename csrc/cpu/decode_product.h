@@ -1,8 +1,9 @@
 // How decode multiplies: rows of K by the query, and weights by rows of V. By kind of query T and cache C:
 //
 // - floats: elements are widened, a Pair at a time; the rule, and what every set can do.
-// - bf16_pairs, for bfloat16 over bfloat16 where the set has dot_bf16: neighbours of a row of K, or two tokens of V, are
-//   multiplied and added at once. The weights are rounded to bfloat16 and divided by the sum of the rounded ones.
+// - bf16_pairs, for bfloat16 over bfloat16 or fp8, whose codes bfloat16 holds exactly, where the set has dot_bf16:
+//   neighbours of a row of K, or two tokens of V, are multiplied and added at once. The weights are rounded to bfloat16
+//   and, over bfloat16, divided by the sum of the rounded ones.
 // - integers, for 16-bit queries over int8 codes where the set has dot_int16: the same with 16-bit integers, exact up to
 //   rounding the query to 16 bits of its largest element, and a chunk's weights to 16 bits of the largest of them.
 //
@@ -20,7 +21,8 @@ constexpr Kind kind_of() {
   if constexpr (sizeof(T) == 2 && std::is_same_v<C, int8_code>) return Kind::integers;
 #endif
 #if defined(KVPAGER_HAS_BF16_DOT)
-  if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<C, bfloat16>) return Kind::bf16_pairs;
+  if constexpr (std::is_same_v<T, bfloat16> && (std::is_same_v<C, bfloat16> || std::is_same_v<C, fp8_e4m3>))
+    return Kind::bf16_pairs;
 #endif
   return Kind::floats;
 }
@@ -159,8 +161,8 @@ struct ValueProduct<T, int8_code, Kind::integers> : TwoRows<int8_code> {
 
 #if defined(KVPAGER_HAS_BF16_DOT)
 
-template <>
-struct KeyProduct<bfloat16, bfloat16, Kind::bf16_pairs> {
+template <class C>
+struct KeyProduct<bfloat16, C, Kind::bf16_pairs> {
   using Key = Units;
   using Sum = Vec;
   static float prepare(const bfloat16* query, int64_t head_dim, float* target) {
@@ -170,8 +172,8 @@ struct KeyProduct<bfloat16, bfloat16, Kind::bf16_pairs> {
     }
     return 1;
   }
-  static KVPAGER_INLINE Key load(const bfloat16* key) { return load_units(key); }
-  static KVPAGER_INLINE Key load_partial(const bfloat16* key, int64_t count) { return load_units_partial(key, count); }
+  static KVPAGER_INLINE Key load(const C* key) { return load_units(key); }
+  static KVPAGER_INLINE Key load_partial(const C* key, int64_t count) { return load_units_partial(key, count); }
   static KVPAGER_INLINE Sum none() { return zero(); }
   static KVPAGER_INLINE Sum add(Sum sum, const float* query, Key key) {
     return dot_bf16(sum, bits_of(KVPAGER_ISA::load(query)), key);
@@ -179,9 +181,9 @@ struct KeyProduct<bfloat16, bfloat16, Kind::bf16_pairs> {
   static KVPAGER_INLINE Vec total(Sum sum) { return sum; }
 };
 
-template <>
-struct ValueProduct<bfloat16, bfloat16, Kind::bf16_pairs> : TwoRows<bfloat16> {
-  static constexpr bool kRounds = true, kScales = false;
+template <class C>
+struct ValueProduct<bfloat16, C, Kind::bf16_pairs> : TwoRows<C> {
+  static constexpr bool kRounds = !is_quantised<C>, kScales = false;
   using Sum = Vec;
   static KVPAGER_INLINE Sum none() { return zero(); }
   static KVPAGER_INLINE float prepare(float* weights, int64_t count, float& rounded) {

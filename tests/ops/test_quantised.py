@@ -137,20 +137,27 @@ def test_both_kernel_sets_read_what_they_write(kernels, tolerance, dtype):
     check_attention(99, dtype, tolerance)
 
 
+@pytest.mark.parametrize("number", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", CODES)
-def test_every_code_is_read_as_torch_reads_it(isa, dtype):
-    """One token of each code; NaN codes of e4m3 stay NaN."""
+def test_every_code_is_read_as_torch_reads_it(isa, dtype, number):
+    """One token of each code, in V then in K, whatever the query's type; NaN codes of e4m3 stay NaN."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.int8)
     if dtype is torch.int8:
         codes = codes[codes != -128]
-    n = len(codes)
-    cache = codes.reshape(n, 1, 1, 1).expand(n, 1, 1, 40).contiguous().view(dtype)
+    n, D = len(codes), 40
+    cache = codes.reshape(n, 1, 1, 1).expand(n, 1, 1, D).contiguous().view(dtype)
+    wanted = 0.5 * cache[:, 0, 0].float()
+    zeros = torch.zeros(n, 1, 1, D, dtype=torch.int8).view(dtype)
     scale = torch.full((n, 1, 1), 0.5)
-    out = ops.paged_attention(
-        torch.zeros(n, 1, 40), torch.zeros(n, 1, 1, 40, dtype=torch.int8).view(dtype), cache,
-        torch.arange(n).int().reshape(n, 1), torch.ones(n).int(), key_scale=scale, value_scale=scale,
-    )  # fmt: skip
-    torch.testing.assert_close(out[:, 0], 0.5 * cache[:, 0, 0].float(), rtol=0, atol=0, equal_nan=True)
+    rest = (torch.arange(n).int().reshape(n, 1), torch.ones(n).int())
+    query = torch.zeros(n, 1, D, dtype=number)
+    out = ops.paged_attention(query, zeros, cache, *rest, key_scale=scale, value_scale=scale)
+    torch.testing.assert_close(out[:, 0], wanted.to(number), rtol=0, atol=0, equal_nan=True)
+    query[:, :, -1] = 1
+    _, lse = ops.paged_attention(
+        query, cache, zeros, *rest, key_scale=scale, value_scale=scale, scale=1.0, return_lse=True
+    )
+    torch.testing.assert_close(lse[:, 0], wanted[:, -1], rtol=1e-6, atol=0, equal_nan=True)
 
 
 @kernels_on_cpu

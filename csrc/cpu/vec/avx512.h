@@ -117,6 +117,36 @@ KVPAGER_INLINE Units round_int16(Vec low, Vec high) {
 // dot_bf16 adds the products of neighbours in pairs, in float, to kWidth sums.
 #define KVPAGER_HAS_BF16_DOT 1
 using Bf16Vec = __m512bh;
+// fp8 as bfloat16: looked up, since e4m3's subnormal numbers are normal ones there.
+struct Fp8Table {
+  alignas(64) uint16_t magnitudes[128];
+  constexpr Fp8Table() : magnitudes() {
+    for (int code = 0; code < 128; ++code) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      int shift = 0;  // of a subnormal number, mantissa * 2^-9, until its leading bit is the implied one
+      while (exponent == 0 && mantissa != 0 && (mantissa << shift) < 8) ++shift;
+      const int biased = exponent == 0 ? 121 - shift : exponent + 120;
+      magnitudes[code] = code == 0     ? 0
+                         : code == 127 ? 0x7fc0
+                                       : static_cast<uint16_t>(biased << 7 | ((mantissa << shift & 7) << 4));
+    }
+  }
+};
+constexpr Fp8Table kFp8Table;
+KVPAGER_INLINE Units fp8_to_bf16(__m256i codes) {
+  const Units index = _mm512_cvtepu8_epi16(codes), *table = reinterpret_cast<const Units*>(kFp8Table.magnitudes);
+  const Units low = _mm512_permutex2var_epi16(table[0], index, table[1]),  // by the index's last six bits
+      high = _mm512_permutex2var_epi16(table[2], index, table[3]);
+  const Units magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), low, high);
+  const Units sign = _mm512_and_si512(_mm512_slli_epi16(index, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  return _mm512_or_si512(magnitude, sign);
+}
+KVPAGER_INLINE Units load_units(const fp8_e4m3* source) {
+  return fp8_to_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+}
+KVPAGER_INLINE Units load_units_partial(const fp8_e4m3* source, int64_t count) {
+  return fp8_to_bf16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), source));
+}
 KVPAGER_INLINE Vec dot_bf16(Vec sums, Bf16Vec a, Bf16Vec b) { return _mm512_dpbf16_ps(sums, a, b); }
 KVPAGER_INLINE Vec dot_bf16(Vec sums, Units a, Units b) { return dot_bf16(sums, (Bf16Vec)a, (Bf16Vec)b); }
 KVPAGER_INLINE Units round_bf16(Vec low, Vec high) { return (Units)_mm512_cvtne2ps_pbh(high, low); }
