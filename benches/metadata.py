@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +197,13 @@ def rebuild(convert: Convert) -> dict[str, float]:
     tables, lengths = np.empty((BATCH, MAX_BLOCKS), dtype=np.int32), np.empty(BATCH, dtype=np.int32)
     outs = [torch.from_numpy(a) if convert is torch.from_numpy else a for a in (slots, tables, lengths)]
 
-    def work() -> None:
+    def work(manager: KVBlockManager, ids: Any, slots: Any, tables: Any, lengths: Any) -> None:
         for _ in range(DECODE_STEPS):
-            manager.slot_mapping_for_append(ids, out=outs[0])
-            manager.get_block_table_tensor(ids, out=outs[1])
-            manager.get_seq_lens_tensor(ids, out=outs[2])
+            manager.slot_mapping_for_append(ids, out=slots)
+            manager.get_block_table_tensor(ids, out=tables)
+            manager.get_seq_lens_tensor(ids, out=lengths)
 
-    return {"decode_rebuild": timed(DECODE_STEPS, work)}
+    return {"decode_rebuild": timed(DECODE_STEPS, partial(work, manager, ids, *outs))}
 
 
 def delta() -> dict[str, float]:
