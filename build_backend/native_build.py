@@ -3,7 +3,8 @@
 `build_native(root, out)` is called by the build backend; `python build_backend/native_build.py` builds in place. Only
 a C++20 compiler and torch's headers are needed; where an nvcc is found (CUDA_HOME, CUDA_PATH, PATH, or the pip packages
 nvidia-cuda-nvcc and friends) the CUDA kernels are compiled in, with a static CUDA run time, so that the same library
-loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them.
+loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them, so
+that a header that changes costs the sources that include it.
 A source named `*.isa.cpp` is compiled once for each instruction set; the library picks one at run time (cpu/isa.h).
 
 What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
@@ -15,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -47,6 +49,8 @@ ISA_SOURCE_FLAGS = ("-fno-tree-vectorize", "-Wno-uninitialized", "-Wno-maybe-uni
 # Not optimised: with -O1 the kernels of AVX-512 alone take gcc minutes, and their tests are small.
 SANITIZE_FLAGS = ("-O0", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_JOBS = 2
+# Ours are named in quotes, from the folder of the file that includes them; the system's and torch's are not.
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass
@@ -274,19 +278,29 @@ def _cuda_steps(
 def _steps(
     root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str, isa: str = ""
 ) -> list[_Step]:
-    """Each object is named by a hash of its source, every header, the command, the compiler's and torch's version."""
+    """Each object is named by a hash of its source, its headers, the command, the compiler's and torch's version."""
     common = hashlib.sha256("\0".join((*command, version, importlib.metadata.version("torch"))).encode())
-    for header in sorted(p for p in (root / "csrc").rglob("*") if p.suffix in (".h", ".cuh")):
-        common.update(header.read_bytes())
     steps = []
     for source in sources:
         digest = common.copy()
-        digest.update(source.read_bytes())
+        for file in _with_includes(source):
+            digest.update(file.read_bytes())
         stem = "_".join(source.relative_to(root / "csrc").with_suffix("").parts)
         target = cache / f"{stem}{source.suffix}{isa and '@'}{isa}-{digest.hexdigest()[:20]}.o"
         name = str(source.relative_to(root)) + (f" for {isa}" if isa else "")
         steps.append(_Step(source, command, target, name))
     return steps
+
+
+def _with_includes(source: Path) -> list[Path]:
+    """A source and all of csrc/ that it can include, sorted: whatever `#if` stands around an `#include "…"`."""
+    found: set[Path] = set()
+    new = {source.resolve()}
+    while new:
+        found |= new
+        named = {(file.parent / name).resolve() for file in new for name in _INCLUDE.findall(file.read_text())}
+        new = {file for file in named - found if file.exists()}  # the compiler says what is missing
+    return sorted(found)
 
 
 def _version_of(compiler: tuple[str, ...]) -> str:

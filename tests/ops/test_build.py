@@ -52,13 +52,32 @@ def test_only_what_changed_is_built_again(build, tree):
     report = build(tree, out)
     assert (report.compiled, report.reused) == (["csrc/cpu/ops.cpp"], ["csrc/ops.cpp"])
     assert b"three" in out.read_bytes()
-    (tree / "csrc" / "checks.h").write_text("#pragma once\n// another\n")
-    assert len(build(tree, out).compiled) == 2
     out.unlink()
     assert build(tree, out).compiled == []
     assert out.exists()
     objects = list((tree / "build" / "native").glob("*.o"))
     assert len(objects) == 2  # outdated ones are dropped
+
+
+def test_a_header_is_compiled_again_where_it_is_included(build, tree):
+    """Through other headers too, also those that `#if` leaves out today; what nobody includes costs nothing."""
+    out, csrc = tree / "_C.abi3.so", tree / "csrc"
+    (csrc / "cpu" / "ops.cpp").write_text('#if 0\n#  include "../deep/first.h"\n#endif\n' + CPP.format(name="two"))
+    (csrc / "deep").mkdir()
+    (csrc / "deep" / "first.h").write_text('#pragma once\n#include "second.h"\n#include "first.h"\n#include "gone.h"\n')
+    for header in ("deep/second.h", "deep/nobodys.h"):
+        (csrc / header).write_text("#pragma once\n")
+    assert len(build(tree, out).compiled) == 2
+    compiled = {}
+    for header in ("checks.h", "deep/second.h", "deep/nobodys.h", "deep/gone.h"):
+        (csrc / header).write_text("#pragma once\n// another\n")
+        compiled[header] = build(tree, out).compiled
+    assert compiled == {
+        "checks.h": ["csrc/ops.cpp"],
+        "deep/second.h": ["csrc/cpu/ops.cpp"],
+        "deep/nobodys.h": [],
+        "deep/gone.h": ["csrc/cpu/ops.cpp"],
+    }
 
 
 def test_what_is_missing_is_said(build, tree, monkeypatch):
