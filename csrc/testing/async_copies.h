@@ -45,7 +45,7 @@ inline void land(Block& block, const Copy& copy) {
 
 inline bool land_one(Block& block, std::vector<Copy>& copies) {
   if (copies.empty()) return false;
-  const size_t at = device.draw(static_cast<unsigned>(copies.size()));
+  const size_t at = device->draw(static_cast<unsigned>(copies.size()));
   const Copy copy = copies[at];
   copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(at));
   land(block, copy);
@@ -54,18 +54,18 @@ inline bool land_one(Block& block, std::vector<Copy>& copies) {
 
 // A bulk copy of some block, else a cp.async of the running thread.
 inline bool land_something() {
-  const size_t first = device.draw(static_cast<unsigned>(device.num_active));
-  for (size_t i = 0; i < device.num_active; ++i) {
-    Block& block = *device.resident[(first + i) % device.num_active];
+  const size_t first = device->draw(static_cast<unsigned>(device->num_active));
+  for (size_t i = 0; i < device->num_active; ++i) {
+    Block& block = *device->resident[(first + i) % device->num_active];
     if (land_one(block, block.bulk)) return true;
   }
-  if (device.random == 0) return false;
+  if (device->random == 0) return false;
   for (std::vector<Copy>& group : self().groups)
     if (land_one(own_block(), group)) return true;
   return land_one(own_block(), self().open);
 }
 
-inline bool skips_wait() { return ++self().waits == device.skip_wait; }
+inline bool skips_wait() { return ++self().waits == device->skip_wait; }
 
 // 16 bytes from global to shared memory, the last 16 - `bytes` of them zeros. cp.async.cg.shared.global [to], [from], 16, bytes
 inline void cp_async_16(void* to, const void* from, unsigned bytes = 16, KVPAGER_HERE) {
@@ -92,7 +92,7 @@ void cp_async_wait() {
     }
     groups.erase(groups.begin());
   }
-  if (device.random) yield();
+  if (device->random) yield();
 }
 
 inline BarrierState used_barrier(uint64_t* barrier, const Where& where) {
@@ -118,20 +118,20 @@ inline void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes, KVPAGER_HE
   --state.pending;
   state.bytes += static_cast<int32_t>(bytes);
   write_barrier(own_block(), barrier, state);
-  if (device.random) yield();
+  if (device->random) yield();
 }
 
 inline void mbarrier_arrive(uint64_t* barrier, KVPAGER_HERE) { mbarrier_arrive_expect(barrier, 0, where); }
 
 // Whether the phase of this parity has ended; the phase before the first has parity 1.
 inline bool mbarrier_test(uint64_t* barrier, unsigned parity, KVPAGER_HERE) {
-  if (device.random) yield();
+  if (device->random) yield();
   return used_barrier(barrier, where).phase != (parity & 1);
 }
 
 inline void mbarrier_wait(uint64_t* barrier, unsigned parity, KVPAGER_HERE) {
   if (skips_wait()) return;
-  if (device.random) yield();
+  if (device->random) yield();
   while (used_barrier(barrier, where).phase == (parity & 1))
     park({.what = "a wait for an mbarrier", .where = where, .in = barrier});
 }

@@ -13,13 +13,13 @@ inline void block_barrier(bool vote, const char* what, const Where& where) {
   Block& block = own_block();
   Thread& thread = self();
   block.vote_any |= vote, block.vote_all &= vote, block.vote_count += vote;
-  if (++thread.barriers == device.skip_barrier) {
+  if (++thread.barriers == device->skip_barrier) {
     block.any = block.vote_any, block.all = block.vote_all, block.count = block.vote_count;
     return;
   }
   if (++block.waiting == block.alive) {
     release_barrier(block);
-    if (device.random) yield();
+    if (device->random) yield();
   } else {
     thread.warp->at_barrier |= 1u << thread.lane;
     park({.what = what, .where = where});
@@ -52,8 +52,8 @@ Out collective(const char* what, uint32_t mask, const In& in, const Where& where
   Out out;
   thread.parked = {what, where, mask, &in, &out, finish_collective<In, Out, combine>};
   thread.warp->ready &= ~(1u << thread.lane);
-  finish_collectives(*thread.warp);
-  if (thread.parked.what != nullptr || device.random) yield();
+  finish_collective_of(*thread.warp, thread.lane);
+  if (thread.parked.what != nullptr || device->random) yield();
   return out;
 }
 

@@ -24,8 +24,8 @@
 
 #define threadIdx (emulated::self().index)
 #define blockIdx (emulated::own_block().index)
-#define blockDim (emulated::device.block_size)
-#define gridDim (emulated::device.grid_size)
+#define blockDim (emulated::device->block_size)
+#define gridDim (emulated::device->grid_size)
 
 #define KVPAGER_LAUNCH_SHARED(kernel, grid, block, shared_bytes, stream, ...) \
   ((void)(stream), emulated::launch(grid, block, shared_bytes, [&] { kernel(__VA_ARGS__); }))

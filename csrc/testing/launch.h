@@ -13,7 +13,7 @@ inline unsigned setting(const char* name) {
 
 // Fresh threads, all ready, at the beginning of the kernel.
 inline void start_block(Block& block, uint64_t number) {
-  const dim3 grid = device.grid_size, size = device.block_size;
+  const dim3 grid = device->grid_size, size = device->block_size;
   const unsigned count = size.x * size.y * size.z;
   block.index = dim3(static_cast<unsigned>(number % grid.x), static_cast<unsigned>(number / grid.x % grid.y),
                      static_cast<unsigned>(number / grid.x / grid.y));
@@ -53,50 +53,53 @@ inline void finish_block(Block& block) {
 inline std::vector<uint64_t> order_of_blocks(uint64_t count) {
   std::vector<uint64_t> order(count);
   for (uint64_t i = 0; i < count; ++i) order[i] = count - 1 - i;
-  if (device.random)
-    for (uint64_t i = count; i > 1; --i) std::swap(order[i - 1], order[device.draw(static_cast<unsigned>(i))]);
+  if (device->random)
+    for (uint64_t i = count; i > 1; --i) std::swap(order[i - 1], order[device->draw(static_cast<unsigned>(i))]);
   return order;
 }
 
 inline void launch(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const std::function<void()>& body) {
+  static thread_local Device own;
+  device = &own;
   const unsigned threads = block_size.x * block_size.y * block_size.z;
   if (threads == 0 || threads % kWarp || threads > 1024) die("a block size that is no multiple of 32 up to 1024");
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) die("an invalid grid");
   if (dynamic_shared_bytes > kMaxDynamicShared) die("more dynamic shared memory than 227 KB");
-  device.grid_size = grid;
-  device.block_size = block_size;
-  device.dynamic_shared_bytes = dynamic_shared_bytes;
-  device.body = &body;
-  device.skip_barrier = setting("KVPAGER_EMULATE_SKIP_BARRIER");
-  device.skip_wait = setting("KVPAGER_EMULATE_SKIP_WAIT");
+  device->grid_size = grid;
+  device->block_size = block_size;
+  device->dynamic_shared_bytes = dynamic_shared_bytes;
+  device->body = &body;
+  device->skip_barrier = setting("KVPAGER_EMULATE_SKIP_BARRIER");
+  device->skip_wait = setting("KVPAGER_EMULATE_SKIP_WAIT");
   const unsigned seed = setting("KVPAGER_EMULATE_SEED");
-  device.random = seed ? seed * 2654435761u | 1u : 0;
-  device.todo = order_of_blocks(uint64_t{grid.x} * grid.y * grid.z);
-  const size_t in_flight = std::min<size_t>(1 + device.draw(3), device.todo.size());
-  while (device.resident.size() < in_flight) device.resident.push_back(std::make_unique<Block>());
-  for (device.num_active = 0; device.num_active < in_flight; ++device.num_active) {
-    start_block(*device.resident[device.num_active], device.todo.back());
-    device.todo.pop_back();
+  device->random = seed ? seed * 2654435761u | 1u : 0;
+  device->todo = order_of_blocks(uint64_t{grid.x} * grid.y * grid.z);
+  const size_t in_flight = std::min<size_t>(1 + device->draw(3), device->todo.size());
+  while (device->resident.size() < in_flight) device->resident.push_back(std::make_unique<Block>());
+  for (device->num_active = 0; device->num_active < in_flight; ++device->num_active) {
+    start_block(*device->resident[device->num_active], device->todo.back());
+    device->todo.pop_back();
   }
-  while (device.num_active > 0) {
+  while (device->num_active > 0) {
     Thread* to = nullptr;
-    device.running = &device.resident[0]->threads.back();
+    device->running = &device->resident[0]->threads.back();
     while ((to = next_ready()) == nullptr)
       if (!land_something()) die("deadlock");
-    device.running = to;
-    switch_context(device.caller, to->context);  // comes back when a block has ended
+    device->running = to;
+    switch_context(device->caller, to->context);  // comes back when a block has ended
     Block& ended = own_block();
     finish_block(ended);
-    if (!device.todo.empty()) {
-      start_block(ended, device.todo.back());
-      device.todo.pop_back();
+    if (!device->todo.empty()) {
+      start_block(ended, device->todo.back());
+      device->todo.pop_back();
     } else {
-      for (size_t i = 0; i < device.num_active; ++i)
-        if (device.resident[i].get() == &ended) std::swap(device.resident[i], device.resident[device.num_active - 1]);
-      --device.num_active;
+      for (size_t i = 0; i < device->num_active; ++i)
+        if (device->resident[i].get() == &ended)
+          std::swap(device->resident[i], device->resident[device->num_active - 1]);
+      --device->num_active;
     }
   }
-  device.running = nullptr;
+  device->running = nullptr;
 }
 
 }  // namespace emulated

@@ -105,10 +105,12 @@ struct Device {
   }
 };
 
-inline thread_local Device device;
+// Of the launch that the OS thread is in; null outside. A plain pointer at a fixed place: it is looked at for every
+// `threadIdx`, and a thread_local object would be asked each time whether it has been made.
+[[gnu::tls_model("initial-exec")]] inline thread_local Device* device = nullptr;
 
-inline Thread& self() { return *device.running; }
-inline Block& own_block() { return *device.running->warp->block; }
+inline Thread& self() { return *device->running; }
+inline Block& own_block() { return *device->running->warp->block; }
 
 inline void print_place(const Where& where) {
   const char* name = strrchr(where.file_name(), '/');
@@ -143,15 +145,15 @@ inline void report_warp(const Warp& warp, int number) {
 [[noreturn]] inline void die(const char* reason, const Where* where = nullptr) {
   fprintf(stderr, "emulated GPU: %s", reason);
   if (where) fprintf(stderr, " at "), print_place(*where);
-  if (device.running) {
+  if (device->running) {
     const Thread& thread = self();
     const dim3 block = thread.warp->block->index;
     fprintf(stderr, " (block %u %u %u, warp %d, lane %d)", block.x, block.y, block.z,
             static_cast<int>(thread.warp - thread.warp->block->warps.data()), thread.lane);
   }
   fprintf(stderr, "\n");
-  for (size_t i = 0; i < device.num_active; ++i) {
-    const Block& block = *device.resident[i];
+  for (size_t i = 0; i < device->num_active; ++i) {
+    const Block& block = *device->resident[i];
     fprintf(stderr, " block %u %u %u: %d threads alive, %d at the block barrier\n", block.index.x, block.index.y,
             block.index.z, block.alive, block.waiting);
     for (size_t w = 0; w < block.warps.size(); ++w) report_warp(block.warps[w], static_cast<int>(w));
@@ -163,18 +165,18 @@ bool land_something();  // an asynchronous copy lands; false: none is in flight 
 
 // After the running thread in turn, or after a drawn one. Null if none is ready.
 inline Thread* next_ready() {
-  const size_t blocks = device.num_active;
+  const size_t blocks = device->num_active;
   size_t start_block = 0;
   for (size_t i = 0; i < blocks; ++i)
-    if (device.resident[i].get() == self().warp->block) start_block = i;
+    if (device->resident[i].get() == self().warp->block) start_block = i;
   int start_warp = static_cast<int>(self().warp - own_block().warps.data()), start_lane = self().lane + 1;
-  if (device.random) {
-    start_block = device.draw(static_cast<unsigned>(blocks));
-    start_warp = static_cast<int>(device.draw(static_cast<unsigned>(device.resident[start_block]->warps.size())));
-    start_lane = static_cast<int>(device.draw(kWarp));
+  if (device->random) {
+    start_block = device->draw(static_cast<unsigned>(blocks));
+    start_warp = static_cast<int>(device->draw(static_cast<unsigned>(device->resident[start_block]->warps.size())));
+    start_lane = static_cast<int>(device->draw(kWarp));
   }
   for (size_t i = 0; i < blocks; ++i) {
-    Block& block = *device.resident[(start_block + i) % blocks];
+    Block& block = *device->resident[(start_block + i) % blocks];
     const int count = static_cast<int>(block.warps.size());
     for (int w = 0; w <= count; ++w) {  // the first warp twice: from start_lane on, and at last from lane 0
       Warp& warp = block.warps[(start_warp + w) % count];
@@ -188,15 +190,15 @@ inline Thread* next_ready() {
 
 // Lets another thread run; comes back when this one is ready again and its turn comes.
 inline void yield() {
-  if (device.random && device.draw(4) == 0) land_something();
+  if (device->random && device->draw(4) == 0) land_something();
   Thread* to = next_ready();
   while (to == nullptr) {
     if (!land_something()) die("deadlock");
     to = next_ready();
   }
-  Thread* from = device.running;
+  Thread* from = device->running;
   if (to == from) return;
-  device.running = to;
+  device->running = to;
   switch_context(from->context, to->context);
 }
 
@@ -222,30 +224,29 @@ inline void release_barrier(Block& block) {
   }
 }
 
-// Ends the collectives of a warp for which all living lanes have come.
-inline void finish_collectives(Warp& warp) {
-  for (int lane = 0; lane < kWarp; ++lane) {
-    const Parked parked = warp.threads[lane].parked;
-    if (parked.what == nullptr || parked.mask == 0 || !(warp.alive >> lane & 1)) continue;
-    const uint32_t lanes = parked.mask & warp.alive;
-    uint32_t here = 0;
-    for (int other = 0; other < kWarp; ++other) {
-      const Parked& theirs = warp.threads[other].parked;
-      if (lanes >> other & 1 && theirs.what && theirs.mask) {
-        if (theirs.mask != parked.mask || strcmp(theirs.what, parked.what) != 0)
-          die("lanes of one warp in different collectives, or in one with different masks", &theirs.where);
-        here |= 1u << other;
-      }
-    }
-    if (here != lanes) continue;
-    parked.finish(warp, lanes);
-    set_ready(warp, lanes);
+// Ends the collective that a lane waits for, if all living lanes that it names have come.
+inline void finish_collective_of(Warp& warp, int lane) {
+  const Parked parked = warp.threads[lane].parked;
+  if (parked.what == nullptr || parked.mask == 0) return;
+  const uint32_t lanes = parked.mask & warp.alive;
+  if (lanes & warp.ready) return;  // not all: some still run
+  uint32_t here = 0;
+  for (uint32_t left = lanes; left; left &= left - 1) {
+    const int other = std::countr_zero(left);
+    const Parked& theirs = warp.threads[other].parked;
+    if (theirs.what == nullptr || theirs.mask == 0) continue;
+    if (theirs.mask != parked.mask || (theirs.what != parked.what && strcmp(theirs.what, parked.what) != 0))
+      die("lanes of one warp in different collectives, or in one with different masks", &theirs.where);
+    here |= 1u << other;
   }
+  if (here != lanes) return;
+  parked.finish(warp, lanes);
+  set_ready(warp, lanes);
 }
 
 inline void run_thread() {
-  entered(device.caller);
-  (*device.body)();
+  entered(device->caller);
+  (*device->body)();
   Warp& warp = *self().warp;
   Block& block = *warp.block;
   const uint32_t bit = 1u << self().lane;
@@ -253,10 +254,10 @@ inline void run_thread() {
   warp.alive &= ~bit;
   if (--block.alive > 0) {  // a return may complete what the others wait for
     if (block.waiting == block.alive) release_barrier(block);
-    finish_collectives(warp);
+    for (uint32_t left = warp.alive; left; left &= left - 1) finish_collective_of(warp, std::countr_zero(left));
   } else {
-    device.running = &block.threads[0];
-    switch_context(self().context, device.caller);  // the launch starts another block, or ends
+    device->running = &block.threads[0];
+    switch_context(self().context, device->caller);  // the launch starts another block, or ends
   }
   yield();
   abort();  // a finished thread is never resumed

@@ -28,7 +28,7 @@ inline char* make_shared(Block& block, const void* tag, size_t bytes) {
 }
 
 inline void make_dynamic_shared(Block& block) {
-  if (device.dynamic_shared_bytes) make_shared(block, &kDynamic, device.dynamic_shared_bytes);
+  if (device->dynamic_shared_bytes) make_shared(block, &kDynamic, device->dynamic_shared_bytes);
 }
 
 inline char* shared_variable(const void* tag, size_t bytes) {
