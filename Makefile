@@ -12,8 +12,8 @@ READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize sanitize-cpu cuda-check gpu-test bench-gpu lint format bench bench-ops \
-	bench-metadata equality \
+.PHONY: help demo demo-real test test-rust test-python sanitize sanitize-cpu sanitize-emulated cuda-check gpu-test bench-gpu \
+	lint format bench bench-ops bench-metadata equality \
 	instructions instructions-update soak build wheel docs clean
 
 help: ## list the targets
@@ -47,17 +47,19 @@ test-python: $(BUILT) ## tests of the package
 
 # Python knows neither the sanitizer nor C++'s exceptions, which it watches: both go first. Python leaks on purpose.
 SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_NATIVE=build/sanitized/_C.abi3.so \
-	KVPAGER_SANITIZE=1 $(PY) -m pytest -q -s -p no:cacheprovider
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_SANITIZE=1 \
+	$(PY) -m pytest -q -s -p no:cacheprovider
 SANITIZED_TESTS := $(addprefix tests/ops/test_,bug_cases.py differential.py properties.py quantised.py registration.py split.py)
 
-sanitize: sanitize-cpu ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, emulated CUDA included
-	$(PY) build_backend/native_build.py --sanitize --emulated
-	$(SANITIZED) -k "emulated and not reference and not compiled" $(SANITIZED_TESTS) tests/ops/test_emulated*.py
+sanitize: sanitize-cpu sanitize-emulated ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 
-sanitize-cpu: $(READY) ## the same of the CPU kernels alone, on every instruction set of this machine; what CI runs
+sanitize-cpu: $(READY) ## those of the CPU kernels alone, on every instruction set of this machine
 	$(PY) build_backend/native_build.py --sanitize
-	$(SANITIZED) -k "not emulated and not reference and not compiled" $(SANITIZED_TESTS)
+	KVPAGER_NATIVE=build/sanitized/_C.abi3.so $(SANITIZED) -k "not emulated and not reference and not compiled" $(SANITIZED_TESTS)
+
+sanitize-emulated: $(READY) ## those of the CUDA kernels alone, emulated
+	$(PY) build_backend/native_build.py --sanitize --emulated
+	KVPAGER_NATIVE=0 $(SANITIZED) -k emulated tests/ops
 
 cuda-check: $(READY) ## compile the CUDA kernels, hold them to their budgets (gets nvcc from pip if there is none)
 	$(PY) tools/check_cuda.py --table

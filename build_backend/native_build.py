@@ -46,8 +46,11 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 # Such sources vectorise by hand. gcc 12 takes the intrinsics' undefined registers for mistakes.
 ISA_SOURCE_FLAGS = ("-fno-tree-vectorize", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 # For `make sanitize`: what is out of bounds or undefined stops the process, with the line.
+SANITIZE_FLAGS = ("-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Not optimised: with -O1 the kernels of AVX-512 alone take gcc minutes, and their tests are small.
-SANITIZE_FLAGS = ("-O0", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED_CPU_FLAGS = ("-O0", *SANITIZE_FLAGS)
+# Emulated kernels compile in seconds and run for minutes.
+SANITIZED_EMULATED_FLAGS = ("-O1", *SANITIZE_FLAGS)
 COMPILE_JOBS = 2
 # Ours are named in quotes, from the folder of the file that includes them; the system's and torch's are not.
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -145,7 +148,7 @@ def build_native(
             report.cuda_reason = str(error)
             if require_cuda:
                 raise
-        steps = _cpu_steps(root, cache, torch_dir, compiler, (*cuda_flags, *(SANITIZE_FLAGS if sanitize else ())))
+        steps = _cpu_steps(root, cache, torch_dir, compiler, (*cuda_flags, *(SANITIZED_CPU_FLAGS if sanitize else ())))
         objects = _compile(steps, report, verbose) + cuda_objects
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *link_cuda)
         link += SANITIZE_FLAGS if sanitize else ()
@@ -170,7 +173,7 @@ def build_emulated(root: Path, out: Path, *, verbose: bool = False, sanitize: bo
     started = time.monotonic()
     report = BuildReport(out)
     cache = root / "build" / ("sanitized" if sanitize else "native") / "emulated"
-    sanitize_flags = SANITIZE_FLAGS if sanitize else ()
+    sanitize_flags = SANITIZED_EMULATED_FLAGS if sanitize else ()
     try:
         torch_dir = _find_torch()
         compiler = _find_compiler()
