@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvpager import KVBlockManager
 from kvpager.errors import ArgumentError, OutOfBlocksError, UnknownSequenceError
 
 KINDS = {
@@ -104,6 +105,24 @@ def test_new_tensors_lie_on_the_cpu_whatever_the_default_device_is(manager):
         lengths, admission = manager.get_seq_lens_tensor([0, 1]), manager.admit(7, [1, 2, 3])
     assert (slots.tolist(), tables.tolist(), lengths.tolist()) == ([3, 20], [[0, -1], [1, 5]], [4, 5])
     assert admission.slots.tolist() == [24, 25, 26]
+
+
+def test_a_table_that_grows_while_its_tensor_is_made(monkeypatch):
+    """Another thread may append between measuring and writing. Rust alone, as the reference is for one thread."""
+    manager, empty = KVBlockManager(16, 4), torch.empty
+    manager.create_sequence(0)
+    manager.append_tokens(0, 4)
+
+    def interrupted(*args, **options):
+        if manager.sequence_length(0) < 12:
+            manager.append_tokens(0, 4)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", interrupted)
+    assert manager.get_block_table_tensor([0]).tolist() == [[0, 1, 2]]  # measured three times
+    manager.truncate_sequence(0, 8)
+    with pytest.raises(ArgumentError, match="`max_blocks`: wanted at least 3, the longest table, got 2"):
+        manager.get_block_table_tensor([0], 2)
 
 
 def test_a_device_that_does_not_exist_changes_nothing(manager, observe):

@@ -61,7 +61,9 @@ impl KVBlockManager {
         let work = (target.len() / ENTRIES_PER_TOKEN) as u64;
         let too_long = self.call_into(py, work, target, |manager, out| {
             match manager.copy_block_tables(ids, max_blocks, as_block_ids(out)) {
-                Err(Error::Argument { argument: "max_blocks", .. }) => manager.longest_table(ids).map(Some),
+                Err(Error::Argument { argument: "max_blocks", .. }) if width.is_none() => {
+                    manager.longest_table(ids).map(Some)
+                }
                 written => written.map(|()| None),
             }
         })?;
