@@ -2,15 +2,9 @@
 
 from kvpager.engine.engine import Engine
 from kvpager.engine.llm import LLM
-from kvpager.engine.outputs import (
-    CompletionOutput,
-    EngineStats,
-    RequestMetrics,
-    RequestOutput,
-    RunStats,
-    StreamEvent,
-)
+from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, RunStats, StreamEvent
 from kvpager.engine.requests import Prompt
+from kvpager.engine.stats import EngineStats
 from kvpager.engine.trace import StepTrace, as_line
 
 __all__ = [

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.decode_batch import DecodeBatch
-from kvpager.engine.outputs import EngineStats, RequestOutput, StreamEvent
+from kvpager.engine.outputs import RequestOutput, StreamEvent
 from kvpager.engine.requests import Completion, Prompt, Request, RequestFactory
 from kvpager.engine.rows import SamplerRows, keep_prompt_logprobs
+from kvpager.engine.stats import EngineStats, take_stats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError
 from kvpager.runner import ModelRunner, StepTensors
@@ -284,31 +285,8 @@ class Engine:
     # Looking ----------------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The engine at this moment. O(table entries) for the tokens held; nothing of it is on a step's way."""
-        pool, counts = self.block_manager.stats, self.scheduler.counts
-        positions = pool.num_blocks * self.block_manager.block_size
-        num_tokens = pool.live * self.block_manager.block_size - self.block_manager.internal_fragmentation_tokens()
-        return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
-            num_blocks=pool.num_blocks,
-            live_blocks=pool.live,
-            pinned_blocks=pool.pinned,
-            evictable_blocks=pool.cached,
-            fenced_blocks=pool.fenced,
-            free_blocks=pool.free,
-            block_usage=pool.live / pool.num_blocks,
-            num_tokens=num_tokens,
-            token_usage=num_tokens / positions,
-            num_steps=counts.num_steps,
-            num_prefill_tokens=counts.num_prefill_tokens,
-            num_decode_tokens=counts.num_decode_tokens,
-            num_generated_tokens=self._num_generated,
-            num_queried_tokens=counts.num_queried_tokens,
-            num_cached_tokens=counts.num_cached_tokens,
-            num_preemptions=counts.num_preemptions,
-            num_finished=self._num_finished,
-        )
+        """The engine at this moment. O(table entries)."""
+        return take_stats(self.scheduler, self._num_generated, self._num_finished)
 
     def _name(self, sequence: Sequence) -> str:
         """How a sequence is called in the trace: its request, and its number where there are several."""

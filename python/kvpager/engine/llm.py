@@ -13,9 +13,10 @@ from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig
 from kvpager.engine.build import make_runner, make_tokenizer
 from kvpager.engine.engine import Engine
-from kvpager.engine.outputs import EngineStats, RequestOutput, RunStats, StreamEvent
+from kvpager.engine.outputs import RequestOutput, RunStats, StreamEvent
 from kvpager.engine.progress import track
 from kvpager.engine.requests import Prompt, Request
+from kvpager.engine.stats import EngineStats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ConfigError, StateError, UnknownSequenceError
 from kvpager.loader import open_model

@@ -1,4 +1,4 @@
-"""What an engine gives back: outputs, the events of a stream, figures of a run and of the engine."""
+"""What an engine gives back: outputs, the events of a stream, figures of a run."""
 
 from dataclasses import dataclass
 
@@ -120,47 +120,3 @@ class RunStats:
     num_decoded_tokens: int = 0
     peak_blocks: int = 0
     peak_fragmentation_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine at one moment. Blocks: ``live + evictable + fenced + free == total``; pinned ones are live.
-
-    Attributes:
-        num_running, num_waiting: sequences.
-        num_blocks: N.
-        live_blocks: held by sequences or pins.
-        pinned_blocks: of these, held on purpose.
-        evictable_blocks: hold a cached prefix that nobody uses now; an allocation may take them.
-        fenced_blocks: held by nobody, but work in flight may touch them.
-        free_blocks: the rest.
-        block_usage: live blocks of all, 0 … 1.
-        num_tokens: token positions that live blocks hold, each once.
-        token_usage: these of all positions of the pool, 0 … 1. A pool can be 67 % taken and 37 % full.
-        num_steps: steps run.
-        num_prefill_tokens, num_decode_tokens: computed in chunks, or one by one.
-        num_generated_tokens: sampled.
-        num_queried_tokens, num_cached_tokens: prompt tokens looked for in the cache, and found.
-        num_preemptions: sequences whose blocks were taken.
-        num_finished: requests that have ended, aborted ones and those in error included.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    live_blocks: int
-    pinned_blocks: int
-    evictable_blocks: int
-    fenced_blocks: int
-    free_blocks: int
-    block_usage: float
-    num_tokens: int
-    token_usage: float
-    num_steps: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_generated_tokens: int
-    num_queried_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    num_finished: int

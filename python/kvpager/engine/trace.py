@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from kvpager.engine.outputs import EngineStats, RequestOutput
+from kvpager.engine.outputs import RequestOutput
+from kvpager.engine.stats import EngineStats
 from kvpager.errors import ConfigError
 from kvpager.scheduler import ScheduledStep, Scheduler, Sequence
 
