@@ -12,10 +12,11 @@ PACKAGE = ROOT / "python" / "kvpager"
 # Layer -> the layers right below it. A module may import whatever its layer leads to.
 BELOW = {
     "errors": set(),
-    "config": {"errors"},
+    "kinds": set(),
+    "config": {"errors", "kinds"},
     "_core": {"errors"},
     "block_manager": {"_core"},
-    "decode_batch": {"block_manager"},
+    "decode_batch": {"block_manager", "kinds"},
     "scheduler": {"decode_batch"},
     "reference": {"errors"},
     "native_cache": {"errors"},
@@ -26,7 +27,7 @@ BELOW = {
     "models": {"cache"},
     "loader": {"config", "huge_pages"},
     "tokenizer": {"config"},
-    "sampling": {"ops"},
+    "sampling": {"ops", "kinds"},
     "graphs": set(),
     "runner": {"decode_batch", "models", "graphs"},
     "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},

@@ -202,6 +202,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str, message: str) -> 
         ({"dtype": "int8"}, "`dtype` is int8; supported: auto, float32, float16, bfloat16, float64"),
         ({"block_size": 0}, "`block_size` is 0; it must be at least 1"),
         ({"num_blocks": 0}, "`num_blocks` is 0; it must be at least 1"),
+        ({"num_blocks": 2**70}, "it must be a whole number of at most 63 bits"),
+        ({"block_size": 2.5}, "`block_size` is 2.5; it must be a whole number"),
+        ({"block_size": None}, "`block_size` is None; it must be a whole number"),
+        ({"kv_cache_memory_bytes": 1e9}, "`kv_cache_memory_bytes` is 1000000000.0; it must be a whole number"),
+        ({"seed": "a"}, "`seed` is 'a'; it must be a whole number"),
+        ({"enable_prefix_caching": "no"}, "`enable_prefix_caching` is 'no'; it must be True or False"),
+        ({"device": None}, "`device` is None; it must be a text"),
         ({"num_blocks": 4, "kv_cache_memory_bytes": 4}, "both set the size of the pool; give one"),
     ],
 )

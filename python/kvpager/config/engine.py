@@ -1,12 +1,13 @@
 """How a model is run: `EngineConfig`, and the dtype that suits the processor."""
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
 from kvpager.config.model import DTYPES
 from kvpager.errors import ConfigError
+from kvpager.kinds import is_whole
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class EngineConfig:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         supported = ("auto", *DTYPES, "float64")
         if self.dtype not in supported:
             raise ConfigError(f"`dtype` is {self.dtype}; supported: {', '.join(supported)}")
@@ -72,6 +74,21 @@ class EngineConfig:
                 f"`num_blocks` {self.num_blocks} and `kv_cache_memory_bytes` {self.kv_cache_memory_bytes} "
                 "both set the size of the pool; give one"
             )
+
+    def _check_kinds(self) -> None:
+        """Each value is of the kind of its default: a text, True or False, or else a whole number."""
+        for field in fields(self):
+            name, value, default = field.name, getattr(self, field.name), field.default
+            if isinstance(default, str):
+                fits, wanted = isinstance(value, str), "a text"
+            elif isinstance(default, bool):
+                fits, wanted = isinstance(value, bool), "True or False"
+            elif value is None:
+                fits, wanted = default is None, "a whole number"
+            else:
+                fits, wanted = is_whole(value) and -(2**63) <= value < 2**63, "a whole number of at most 63 bits"
+            if not fits:
+                raise ConfigError(f"`{name}` is {value!r}; it must be {wanted}")
 
 
 def default_dtype(stored: str, device: str) -> str:

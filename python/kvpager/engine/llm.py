@@ -18,7 +18,7 @@ from kvpager.engine.progress import track
 from kvpager.engine.requests import Prompt, Request
 from kvpager.engine.stats import EngineStats
 from kvpager.engine.trace import StepTrace
-from kvpager.errors import ConfigError, StateError, UnknownSequenceError
+from kvpager.errors import ArgumentError, ConfigError, StateError, UnknownSequenceError
 from kvpager.loader import open_model
 from kvpager.sampling import SamplingParams
 from kvpager.tokenizer import Message
@@ -153,6 +153,8 @@ class LLM:
             ConfigError: the model has no tokenizer or no chat template.
             ArgumentError: the template refuses these messages.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ArgumentError("messages", "a list of messages, or of such lists", type(messages).__name__)
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [self.encode_chat(each, **variables) for each in conversations]
         return self.generate(

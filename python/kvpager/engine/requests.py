@@ -209,24 +209,28 @@ class RequestFactory:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ArgumentError("prompts", "token ids, as the model folder has no tokenizer.json", "a text")
-            token_ids = self._tokenizer.encode(prompt)
+            try:
+                token_ids = self._tokenizer.encode(prompt)
+            except TypeError:  # what UTF-8 can't hold is no text to the tokenizer
+                raise ArgumentError("prompts", "text without lone surrogates", f"one in prompt {index}") from None
         elif isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ArgumentError("prompts", "`prompt_token_ids` as the only key", ", ".join(map(str, prompt)))
-            token_ids = list(prompt["prompt_token_ids"])
+            token_ids = _list_ids(index, prompt["prompt_token_ids"])
         else:
-            token_ids = list(prompt)
+            token_ids = _list_ids(index, prompt)
         if not token_ids:
             raise ArgumentError("prompts", "at least one token in each", f"none in prompt {index}")
         for token in token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._model_config.vocab_size:
                 wanted = f"token ids in 0 … {self._model_config.vocab_size - 1}"
-                raise ArgumentError("prompts", wanted, f"{token} in prompt {index}")
+                raise ArgumentError("prompts", wanted, f"{token!r} in prompt {index}")
         return tuple(token_ids)
 
     def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         total = num_prompt_tokens + max_tokens
-        what = f"prompt {index} has {num_prompt_tokens} tokens and asks for {max_tokens} more"
+        counted = "1 token" if num_prompt_tokens == 1 else f"{num_prompt_tokens} tokens"
+        what = f"prompt {index} has {counted} and asks for {max_tokens} more"
         limit = self._model_config.max_position_embeddings
         if total > limit:
             raise SequenceTooLongError(f"{what}: {total} positions, the model has {limit}")
@@ -244,9 +248,22 @@ class RequestFactory:
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not _is_list(prompts):
+        wanted = "a text, a list of token ids, {`prompt_token_ids`: ids}, or a list of those"
+        raise ArgumentError("prompts", wanted, type(prompts).__name__)
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # one prompt, as token ids
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _list_ids(index: int, token_ids: Sequence[int]) -> list[int]:
+    if not _is_list(token_ids):
+        raise ArgumentError("prompts", "a text or a list of token ids", f"{type(token_ids).__name__} as prompt {index}")
+    return list(token_ids)
 
 
 def _list_params(
@@ -263,6 +280,10 @@ def _list_params(
         raise ArgumentError(next(iter(given)), "None together with `sampling_params`", next(iter(given.values())))
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
-    if len(sampling_params) != num_prompts:
-        raise ArgumentError("sampling_params", f"one, or one for each of {num_prompts} prompts", len(sampling_params))
-    return list(sampling_params)
+    listed = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
+    for params in listed:
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError("sampling_params", "`SamplingParams`, or a list of them", type(params).__name__)
+    if len(listed) != num_prompts:
+        raise ArgumentError("sampling_params", f"one, or one for each of {num_prompts} prompts", len(listed))
+    return listed

@@ -19,6 +19,8 @@ def resolve_model(model: str | Path | None) -> Path:
     """
     if model is None:
         return BUNDLED_MODEL
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"`model` is {model!r}; it must be a folder, a GGUF file or a hub name")
     folder = Path(model).expanduser()
     if not folder.exists():
         folder = _fetch(str(model))

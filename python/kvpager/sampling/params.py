@@ -1,11 +1,13 @@
 """`SamplingParams`: what one request wishes. Names and meanings are vLLM's; only `temperature`'s default differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpager.errors import ArgumentError
+from kvpager.kinds import is_real, is_whole
 
 MAX_SEED = 2**64 - 1
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
             if getattr(self, name) < least:
                 raise ArgumentError(name, f"at least {least}", getattr(self, name))
@@ -82,6 +85,27 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in self.stop_texts) or self.stop == "":
             raise ArgumentError("stop", "texts of at least one character", list(self.stop))
 
+    def _check_kinds(self) -> None:
+        """Each value is of the kind of its default; what a list holds is looked at where its range is."""
+        for name in ("n", "max_tokens", "min_tokens", "top_k"):
+            self._check_kind(name, "a whole number", is_whole)
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            self._check_kind(name, "None or a whole number", is_whole)
+        for name in _REAL:
+            self._check_kind(name, "a number", is_real)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            self._check_kind(name, "True or False", lambda value: isinstance(value, bool))
+        if not isinstance(self.stop, str):
+            self._check_kind("stop", "a text or a list of texts", _is_list)
+        self._check_kind("stop_token_ids", "a list of token ids", _is_list)
+        self._check_kind("allowed_token_ids", "None or a list of token ids", _is_list)
+        self._check_kind("logit_bias", "None or a mapping", lambda value: isinstance(value, Mapping))
+
+    def _check_kind(self, name: str, wanted: str, fits: Callable[[object], bool]) -> None:
+        value = getattr(self, name)
+        if not fits(value) and not (value is None and wanted.startswith("None")):
+            raise ArgumentError(name, wanted, repr(value))
+
     def _check_numbers(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ArgumentError("temperature", "a finite number of at least 0", self.temperature)
@@ -95,7 +119,7 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         bias = dict(self.logit_bias or {})
         for token, value in bias.items():
-            if not -100 <= value <= 100:
+            if not is_real(value) or not -100 <= value <= 100:
                 raise ArgumentError("logit_bias", "-100 … 100 for each token", f"{value} for token {token}")
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise ArgumentError("allowed_token_ids", "None or at least one token", "none")
@@ -104,7 +128,7 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("stop_token_ids", self.stop_token_ids),
         ):
-            if bad := [t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or t < 0]:
+            if bad := [token for token in tokens if not is_whole(token) or token < 0]:
                 raise ArgumentError(name, "token ids of at least 0", bad[0])
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -132,3 +156,7 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether what was seen changes a score."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -1,0 +1,13 @@
+"""Whether a value that a caller brings is a number. A leaf module: imported by all, imports nothing of kvpager."""
+
+from numbers import Integral, Real
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an int, or numpy's of any width; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """Whether it is an int or a float, or numpy's of any width; a bool is none, NaN is one."""
+    return isinstance(value, Real) and not isinstance(value, bool)
