@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.errors import ConfigError
+from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
+from kvpager.kinds import is_whole
 from kvpager.ops import backends
 from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES
 from kvpager.ops.layout import as_hnd, scales_as_hnd
@@ -133,7 +134,7 @@ class PagedKVCache:
         self.layout: ops.Layout = layout
         self.dtype = _checked_dtype(dtype)
         self.block_major = block_major
-        self.storage = self._allocate(torch.device(device))
+        self.storage = self._allocate(_checked_device(device))
         self.device = self.storage.device
         # [L, 2, N, …] views, whatever the arrangement.
         by_layer = self.storage.movedim(0, 2) if block_major else self.storage
@@ -241,10 +242,16 @@ class PagedKVCache:
         """Bytes of one block in all layers, scales included."""
         return 2 * self.num_layers * _block_bytes(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
 
+    def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """Caches and scales of a layer, as the ops are given them."""
+        try:
+            return self._hnd_caches[layer], self._hnd_scales[layer]
+        except (IndexError, TypeError):
+            raise ArgumentError("layer", f"0 … {self.num_layers - 1}", repr(layer)) from None
+
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""
-        key_scale, value_scale = self._hnd_scales[layer]
-        caches = self._hnd_caches[layer]
+        caches, (key_scale, value_scale) = self._layer(layer)
         ops.write_kv(key, value, *caches, slot_mapping, key_scale=key_scale, value_scale=value_scale)
 
     def norm_turn_write(
@@ -274,8 +281,7 @@ class PagedKVCache:
         Returns:
             query [T, H, D], ready for `attend`.
         """
-        key_cache, value_cache = self._hnd_caches[layer]
-        key_scale, value_scale = self._hnd_scales[layer]
+        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
         return ops.qk_norm_rope_write(
             qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping, eps=eps,
             key_scale=key_scale, value_scale=value_scale,
@@ -309,8 +315,7 @@ class PagedKVCache:
         Returns:
             out [T, H, D].
         """
-        key_cache, value_cache = self._hnd_caches[layer]
-        key_scale, value_scale = self._hnd_scales[layer]
+        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
         tables, lengths = metadata.block_tables, metadata.seq_lens
         is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
         if self.attention_backend not in ("auto", "native"):
@@ -371,6 +376,8 @@ class PagedKVCache:
                 number of blocks is fine.
             pairs: as in `kvpager.ops.swap_blocks`; errors are its.
         """
+        if not isinstance(target, PagedKVCache):
+            raise ArgumentError("target", "a `PagedKVCache`", type(target).__name__)
         ops.swap_blocks([self._by_block], [target._by_block], pairs)
 
 
@@ -391,5 +398,14 @@ def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
+        if not is_whole(size) or size >= 2**63:
+            raise ConfigError(f"`{name}`: wanted a whole number of at most 63 bits, got {size!r}")
         if size < 1:
             raise ConfigError(f"`{name}`: wanted at least 1, got {size}")
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f'`device`: wanted "cpu", "cuda", "cuda:1", …, got {device!r}') from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from kvpager import _core
 from kvpager._core import BatchStep as BatchStep
 from kvpager.errors import ArgumentError
+from kvpager.kinds import is_whole
 
 if TYPE_CHECKING:
     import torch
@@ -105,16 +106,19 @@ class DecodeBatch(_core.DecodeBatch, Generic[_Memory]):
             pin_memory: whether a GPU shall be able to copy from the tensors without waiting.
 
         Raises:
-            ArgumentError: a size is negative.
+            ArgumentError: a size is negative, or no whole number.
         """
         import torch
 
+        sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "max_tokens": max_tokens, "max_changes": max_changes}
+        for argument, size in sizes.items():
+            if size is None and argument in ("max_tokens", "max_changes"):
+                continue
+            if not is_whole(size) or not 0 <= size < 2**63:
+                raise ArgumentError(argument, "a size of at least 0", repr(size))
+
         num_tokens = max_rows if max_tokens is None else max_tokens
         num_changes = max_rows + max_blocks if max_changes is None else max_changes
-        sizes = {"max_rows": max_rows, "max_blocks": max_blocks, "max_tokens": num_tokens, "max_changes": num_changes}
-        for argument, size in sizes.items():
-            if size < 0:
-                raise ArgumentError(argument, "a size of at least 0", size)
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)

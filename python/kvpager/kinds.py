@@ -1,9 +1,10 @@
 """Whether a value that a caller brings is a number. A leaf module: imported by all, imports nothing of kvpager."""
 
 from numbers import Integral, Real
+from typing import TypeGuard
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether it is an int, or numpy's of any width; a bool is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -513,3 +513,12 @@ def test_with_capacity(batch_kit):
     batch.add(1)
     assert batch.step().num_tokens == 1
     assert batch.buffers[0].seq_lens.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "2", True, 2**70])
+@pytest.mark.parametrize("argument", ["max_rows", "max_blocks", "max_tokens", "max_changes"])
+def test_capacity_is_a_size(argument, size):
+    pytest.importorskip("torch")
+    sizes = {"max_rows": 2, "max_blocks": 2, argument: size}
+    with pytest.raises(ArgumentError, match=f"`{argument}`: wanted a size of at least 0, got"):
+        DecodeBatch.with_capacity(KVBlockManager(4, 4), **sizes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpager import AttentionMetadata, PagedKVCache
-from kvpager.errors import ConfigError
+from kvpager.errors import ArgumentError, ConfigError
 
 ARRANGEMENTS = [(layout, block_major) for layout in ("HND", "NHD") for block_major in (False, True)]
 
@@ -139,9 +139,25 @@ def test_from_config():
 def test_bad_shapes_and_pools_that_do_not_fit():
     with pytest.raises(ConfigError, match="`num_blocks`: wanted at least 1, got 0"):
         PagedKVCache(1, 0, 1, 4, 8)
+    for size in (1.5, "2", None, True, 2**70):
+        with pytest.raises(ConfigError, match="`head_dim`: wanted a whole number of at most 63 bits, got"):
+            PagedKVCache(1, 1, 1, 4, size)
+    for device in ("moon", None):
+        with pytest.raises(ConfigError, match="`device`: wanted"):
+            PagedKVCache(1, 1, 1, 4, 8, device=device)
     with pytest.raises(ConfigError, match="`layout`"):
         PagedKVCache(1, 1, 1, 4, 8, layout="DHN")
     with pytest.raises(ConfigError, match="`dtype`"):
         PagedKVCache(1, 1, 1, 4, 8, dtype=torch.int32)
     with pytest.raises(ConfigError, match=r"can't allocate \d+ bytes on cpu: 1099511627776 blocks of 256 bytes"):
         PagedKVCache(1, 2**40, 1, 4, 8)
+
+
+def test_a_layer_or_a_target_that_is_none_is_named():
+    cache = PagedKVCache(2, 4, 1, 4, 8)
+    rows = torch.zeros(1, 1, 8)
+    for layer in (2, -3, None, "0", 2**70):
+        with pytest.raises(ArgumentError, match="`layer`: wanted 0 … 1, got"):
+            cache.write(layer, rows, rows, torch.tensor([0]))
+    with pytest.raises(ArgumentError, match="`target`: wanted a `PagedKVCache`, got Tensor"):
+        cache.swap_blocks(cache.storage, [(0, 1)])

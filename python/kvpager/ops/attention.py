@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from kvpager.errors import ArgumentError
 from kvpager.ops import backends, checks, device_errors
 from kvpager.ops.backends import Backend
 from kvpager.ops.device_errors import REFUSALS, raise_typed
@@ -128,6 +129,8 @@ def paged_attention(
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
+    if not isinstance(query, Tensor):
+        raise ArgumentError("query", "a tensor", type(query).__name__)
     if backend != "auto" or query.is_cuda:
         run = backends.chosen(
             backend, query, key_cache, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=None, scale=scale,
@@ -268,6 +271,8 @@ def paged_prefill(
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
+    if not isinstance(query, Tensor):
+        raise ArgumentError("query", "a tensor", type(query).__name__)
     if backend != "auto" or query.is_cuda:
         run = backends.chosen(
             backend, query, key_cache, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc,

@@ -29,6 +29,13 @@ def refuse(argument: str, wanted: str, tensor: Tensor) -> NoReturn:
     raise ArgumentError(argument, wanted, f"[{shape}] {dtype} on {tensor.device}")
 
 
+def require_tensors(**tensors: object) -> None:
+    """What a wrapper reads before its op is called has to be tensors."""
+    for argument, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ArgumentError(argument, "a tensor", type(value).__name__)
+
+
 def _check_rows(argument: str, tensor: Tensor, wanted: str, like: Tensor, heads: int, head_dim: int) -> None:
     """A [rows, heads, head_dim] tensor that goes with `like`, with its last dimension contiguous.
 

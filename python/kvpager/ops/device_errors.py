@@ -4,6 +4,7 @@ A C++ kernel on the CPU raises RuntimeError with the text ``SlotError: …`` or 
 …``. A CUDA kernel can't raise: it skips the row and sets a bit of a device error word, which `check_errors` fetches.
 """
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -31,13 +32,19 @@ DEVICE_ERRORS = (
 )
 
 # What an op raises when it does not like its arguments: a kernel's text, or the shapes that a wrapper itself reads.
-REFUSALS = (RuntimeError, IndexError, ArithmeticError)
+REFUSALS = (RuntimeError, IndexError, ArithmeticError, AttributeError, TypeError)
 # Ask the device after every call; set by the environment when kvpager is imported.
 CHECKED = os.environ.get("KVPAGER_CHECKED") == "1"
 
 _take_errors = registered_op("take_errors")
 _ARGUMENT_TEXT = re.compile(r"ArgumentError: `(\w+)`: wanted (.*), got (.*)")
 _SLOT_TEXT = re.compile(r"SlotError: (.*)")
+# What torch says of a value that an op's schema does not allow.
+_SCHEMA_TEXT = re.compile(
+    r"Expected a value of type '(\w+)\S*' for argument '(\w+)' but .* type '(\w+)'.*\n.*\n?Value: (.*)"
+)
+_WANTED = {"int": "a whole number of 64 bits", "float": "a number"}
+_WANTED_TENSORS = {Tensor: "a tensor", Tensor | None: "a tensor or None"}
 
 
 def typed_error(error: Exception) -> Exception:
@@ -54,11 +61,25 @@ def raise_typed(error: Exception, check: Callable[..., object], *arguments: obje
     """Say what was wrong: the kernels refuse whatever does not fit, the checks here word it as the caller sees it."""
     if isinstance(error, KVPagerError):
         raise error
+    _check_tensors(check, arguments)
     try:
+        if found := _SCHEMA_TEXT.search(str(error)):
+            raise ArgumentError(found[2], _WANTED.get(found[1], found[1]), f"{found[4]} ({found[3]})")
         check(*arguments)
     except ArgumentError as refusal:
         raise refusal from None
     raise typed_error(error) from None
+
+
+def _check_tensors(check: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    """Refuses what stands where `check` has a tensor and is none."""
+    signature = inspect.signature(check)
+    bound = signature.bind(*arguments)
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        wanted = _WANTED_TENSORS.get(signature.parameters[name].annotation)
+        if wanted and not isinstance(value, Tensor) and not (value is None and wanted.endswith("None")):
+            raise ArgumentError(name, wanted, type(value).__name__) from None
 
 
 def check_errors(device: str | torch.device | None = None) -> None:

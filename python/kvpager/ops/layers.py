@@ -4,6 +4,8 @@ The native CPU kernels compute each row alone, always in the same order: a row's
 whatever rows stand beside it and however many threads run. torch's own products promise that on no device.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from kvpager.ops import layer_checks
@@ -70,7 +72,7 @@ def rms_norm(
             out = x.new_empty(x.shape)
         _rms_norm(out, x, weight, residual, eps=eps)
     except REFUSALS as error:
-        raise_typed(error, lambda: layer_checks.check_rms_norm(given, x, weight, residual, eps=eps))
+        raise_typed(error, partial(layer_checks.check_rms_norm, eps=eps), given, x, weight, residual)
     return out
 
 

@@ -28,6 +28,8 @@ def as_hnd(key_cache: Tensor, value_cache: Tensor, layout: Layout) -> tuple[Tens
     if layout != "NHD":
         raise ArgumentError("layout", '"HND" or "NHD"', layout)
     for argument, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if not isinstance(cache, Tensor):
+            raise ArgumentError(argument, "a tensor", type(cache).__name__)
         if cache.dim() != 4:
             raise ArgumentError(argument, "[N, S, K, D]", f"{cache.dim()} dimensions")
     return key_cache.transpose(1, 2), value_cache.transpose(1, 2)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 
 import torch
 from torch import Tensor
 
+from kvpager.errors import ArgumentError
 from kvpager.ops import checks, device_errors, value_checks
 from kvpager.ops.device_errors import REFUSALS, raise_typed
 from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
@@ -75,9 +77,9 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, in
 
     O(P · bytes per block).
     """
-    caches = list(caches)
+    caches = _cache_list("caches", caches)
     if not isinstance(pairs, Tensor):
-        rows = [list(pair) for pair in pairs]
+        rows = _pair_rows(pairs)
         if caches and caches[0].dim():
             value_checks.check_pair_values(rows, caches[0].shape[0])
         pairs = torch.tensor(rows, dtype=torch.int64, device=caches[0].device if caches else None).reshape(-1, 2)
@@ -87,6 +89,25 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, in
         raise_typed(error, checks.check_copy, caches, pairs)
     if device_errors.CHECKED:
         device_errors.check_errors(pairs.device)
+
+
+def _cache_list(argument: str, caches: Sequence[Tensor]) -> list[Tensor]:
+    """The caches as a list. One tensor is none: going through it would take its blocks for caches."""
+    if isinstance(caches, Tensor) or not isinstance(caches, Sequence):
+        raise ArgumentError(argument, "a list of caches", type(caches).__name__)
+    return list(caches)
+
+
+def _pair_rows(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The pairs of a list as ints that a tensor can hold. O(P)."""
+    try:
+        rows = [[index(block) for block in pair] for pair in pairs]
+    except TypeError as error:
+        raise ArgumentError("pairs", "a tensor [P, 2] int64 or a list of (source, destination)", error) from None
+    for row, pair in enumerate(rows):
+        if len(pair) != 2 or not all(abs(block) < 2**63 for block in pair):
+            raise ArgumentError("pairs", "two block ids in each", f"{tuple(pair)} at row {row}")
+    return rows
 
 
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Sequence[tuple[int, int]]) -> None:
@@ -110,9 +131,9 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Se
 
     O(P · bytes per block).
     """
-    src, dst = list(src), list(dst)
+    src, dst = _cache_list("src", src), _cache_list("dst", dst)
     if not isinstance(pairs, Tensor):
-        pairs = torch.tensor([list(pair) for pair in pairs], dtype=torch.int64).reshape(-1, 2)
+        pairs = torch.tensor(_pair_rows(pairs), dtype=torch.int64).reshape(-1, 2)
     try:
         _swap_blocks(src, dst, pairs)
     except REFUSALS as error:
@@ -182,6 +203,8 @@ def gather_kv(
 
     O(sum of lengths · K · D).
     """
+    checks.require_tensors(key_cache=key_cache, value_cache=value_cache, seq_lens=seq_lens)
+    checks.check_caches(key_cache, value_cache)
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
     if seq_start_loc is None:

@@ -7,6 +7,8 @@ so nothing is calibrated on data that came before. These functions are the speci
 import torch
 from torch import Tensor
 
+from kvpager.errors import ArgumentError
+
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -22,7 +24,12 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
         codes [..., D] of `dtype` and scales [...] float32. Rounded half to even; what does not fit under a given scale
         becomes the largest code. A row of zeros has codes 0 and a positive scale. A row with a NaN or an inf has codes
         0 and the scale NaN: it reads as NaN, whatever the dtype can hold.
+
+    Raises:
+        ArgumentError: codes of another dtype were asked for.
     """
+    if dtype not in LARGEST_CODE:
+        raise ArgumentError("dtype", "torch.int8 or torch.float8_e4m3fn", dtype)
     largest = LARGEST_CODE[dtype]
     rows = rows.float()
     if scale is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops import checks
 
 PARTS_PER_THREAD = 4  # as in csrc/cpu/decode.cpp: a thread that is late leaves its last parts to others
 BLOCKS_PER_MULTIPROCESSOR = 3  # as in csrc/cuda/decode_launch.h: all parts run at once
@@ -51,6 +52,7 @@ def make_schedule(
     Raises:
         ArgumentError: an option is out of range, or `seq_lens` or `out` is not of that shape, dtype and device.
     """
+    checks.require_tensors(seq_lens=seq_lens)
     if seq_lens.dim() != 1 or seq_lens.dtype is not torch.int32:
         raise ArgumentError("seq_lens", "[B] int32", f"{seq_lens.dim()} dimensions of {seq_lens.dtype}")
     if num_parts is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops import checks
 from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
 from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
 
@@ -96,6 +97,9 @@ def shared_prefix_attention(
     O(T · prefix_len · H · D + what the ops cost on the suffixes) arithmetic; the prefix's K and V are read once for
     some 200 rows of T · H / K. It pays when the prefix is long against the suffixes and several sequences share it.
     """
+    checks.require_tensors(
+        query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables, seq_lens=seq_lens
+    )
     caches = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
     options = {"scale": scale, "softcap": softcap, "key_scale": key_scale, "value_scale": value_scale}
