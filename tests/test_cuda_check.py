@@ -54,6 +54,18 @@ SASS = """
 		Function : _Z4copyv
         /*0000*/                   EXIT ;                               /* 0x0 */
 """
+# Loops from 0x20 inside one from 0x10 inside one from 0.
+NESTED = """
+		Function : _Z7prefillv
+        /*0000*/                   LDG.E.64 R2, desc[UR4][R2.64] ;      /* 0x0 */
+        /*0010*/                   HMMA.16816.F32 R16, R4, R8, R16 ;    /* 0x0 */
+        /*0020*/                   LDS R4, [R5] ;                       /* 0x0 */
+        /*0030*/               @P0 BRA 0x20 ;                           /* 0x0 */
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR4][R2.64] ; /* 0x0 */
+        /*0050*/               @P1 BRA 0x10 ;                           /* 0x0 */
+        /*0060*/               @P2 BRA 0x0 ;                            /* 0x0 */
+        /*0070*/                   EXIT ;                               /* 0x0 */
+"""
 BUDGET = "// budget: kernel=decode registers=168 shared=0 spills=20 threads=128 loads16=2 mma=2\n"
 
 
@@ -78,6 +90,12 @@ def test_the_main_loop_is_found(static):
     assert loop.wide_bytes == 32 * 2 * 16
     assert loop.instructions_per_kb == 6
     assert loops["_Z4copyv"] is None
+
+
+def test_the_main_loop_may_hold_another(static):
+    """What widens codes inside the loop over tiles is part of its pass; what stands around it is not."""
+    loop = static.parse_sass(NESTED)["_Z7prefillv"]
+    assert (loop.instructions, loop.mma, loop.loads) == (5, 1, {16: 1})
 
 
 def test_names_are_short(static):

@@ -159,16 +159,25 @@ def parse_sass(listing: str) -> dict[str, Loop | None]:
 
 
 def main_loop(body: str) -> Loop | None:
-    """The innermost loop with the most tensor core instructions, or without any the most bytes loaded."""
+    """One pass of the loop that has the most tensor core instructions outside the loops in it (these count as one pass
+    each); without such instructions, of the innermost loop that loads the most bytes."""
     code = [(int(at, 16), name, operands) for at, name, operands in _INSTRUCTION.findall(body)]
-    spans = []
+    spans = set()
     for at, name, operands in code:
         target = _BRANCH_TARGET.search(operands.strip()) if name.startswith("BRA") else None
         if target and int(target[1], 16) < at:
-            spans.append((int(target[1], 16), at))
-    inner = [one for one in spans if not any(one != two and one[0] <= two[0] and two[1] <= one[1] for two in spans)]
-    loops = [_loop([name for at, name, _ in code if first <= at <= last]) for first, last in inner]
-    return max(loops, key=lambda loop: (loop.mma, loop.wide_bytes, loop.instructions), default=None)
+            spans.add((int(target[1], 16), at))
+
+    def rank(span: tuple[int, int]) -> tuple[int, bool, int, int]:
+        inside = [one for one in spans if one != span and span[0] <= one[0] and one[1] <= span[1]]
+        own = [name for at, name in pass_of(span) if not any(first <= at <= last for first, last in inside)]
+        loop = _loop([name for _, name in pass_of(span)])
+        return _loop(own).mma, not inside, loop.wide_bytes, loop.instructions
+
+    def pass_of(span: tuple[int, int]) -> list[tuple[int, str]]:
+        return [(at, name) for at, name, _ in code if span[0] <= at <= span[1]]
+
+    return _loop([name for _, name in pass_of(max(spans, key=rank))]) if spans else None
 
 
 def _loop(names: list[str]) -> Loop:

@@ -17,8 +17,9 @@
 //
 // Bytes: K and V once for each block that sees them, out of L2 for all but the first. Work: 4 D operations a row and
 // position. Shared memory (dynamic) at D = 128: 64 KB, 48 KB for codes; 2 blocks on an SM, by registers.
-// The tools look into the innermost loop: over numbers that is the one over tiles, over codes the one that widens them.
-// budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 loads16=2
+// The main loop is the one over tiles; over codes it holds the one that widens them. At D = 64 and few rows a warp has
+// 4 loads of codes and 16 products in it, the fewest of all.
+// budget: kernel=prefill_kernel registers=255 shared=64 spills=0 threads=128 loads16=4 mma=16
 // budget: kernel=prefill_kernel<bfloat16,bfloat16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
 // budget: kernel=prefill_kernel<float16,float16 registers=255 shared=64 spills=0 threads=128 loads16=8 mma=16
 #pragma once

@@ -20,7 +20,9 @@ struct Tensor16<bfloat16> {
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_bf16(low, high); }
   // Codes have 4 or 7 significant bits: exact in bfloat16, too.
   static __device__ __forceinline__ uint32_t of_f16x2(uint32_t pair) {
-    return pack_bf16(widen(float16{static_cast<uint16_t>(pair)}), widen(float16{static_cast<uint16_t>(pair >> 16)}));
+    float low, high;
+    f32_of_f16x2(pair, low, high);
+    return pack_bf16(low, high);
   }
 };
 template <>

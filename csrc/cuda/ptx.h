@@ -47,13 +47,6 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An 8 x 8 matrix of 16-bit numbers, transposed: lane (r, c) gives and gets row r, columns 2c and 2c + 1.
-__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t two) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
-  return transposed;
-}
-
 // Two floats to two 16-bit floats, to nearest, ties to even; `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t two;
@@ -64,6 +57,13 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   uint32_t two;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;
+}
+
+// Two float16 to floats.
+__device__ __forceinline__ void f32_of_f16x2(uint32_t two, float& low, float& high) {
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(low), "=f"(high)
+      : "r"(two));
 }
 
 // Two float16 at once: a - b.

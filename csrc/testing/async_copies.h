@@ -1,4 +1,5 @@
 // Asynchronous copies into shared memory: cp.async with its groups, bulk copies and the mbarriers that count their bytes.
+// The kernels use cp.async alone (prefill); the rest is here, tested by faults.cpp, for kernels that are tried on it.
 //
 // From its issue until it lands the destination of a copy holds 0xFF bytes, whatever was there: a read too early gives
 // NaN, and so does a buffer that is refilled while somebody still reads it. A copy lands when somebody waits for it;

@@ -141,25 +141,25 @@ bool wrong_fragment(bool fault) {
   return true;
 }
 
-// block 32: an 8x8 matrix and its transpose, once by movmatrix and once by ldmatrix; the fault: not transposed.
-__global__ void transpose_kernel(const uint16_t* matrix, uint32_t* moved, uint32_t* loaded, bool fault) {
+// block 32: an 8x8 matrix and its transpose by ldmatrix; the fault: not transposed.
+__global__ void transpose_kernel(const uint16_t* matrix, uint32_t* straight, uint32_t* transposed, bool fault) {
   KVPAGER_SHARED(uint4[8], rows);
   const int lane = static_cast<int>(threadIdx.x);
   memcpy(reinterpret_cast<uint32_t*>(rows) + lane, matrix + 2 * lane, 4);
   __syncwarp();
-  uint32_t straight[1], transposed[1];
-  ldmatrix<1>(straight, &rows[lane % 8]);
-  ldmatrix<1, true>(transposed, &rows[lane % 8]);
-  moved[lane] = fault ? straight[0] : movmatrix_trans(straight[0]);
-  loaded[lane] = transposed[0];
+  uint32_t as_it_is[1], turned[1];
+  ldmatrix<1>(as_it_is, &rows[lane % 8]);
+  ldmatrix<1, true>(turned, &rows[lane % 8]);
+  straight[lane] = as_it_is[0];
+  transposed[lane] = fault ? as_it_is[0] : turned[0];
 }
 
 bool not_transposed(bool fault) {
   uint16_t matrix[64], wanted[64];
   for (int i = 0; i < 64; ++i) matrix[i] = wanted[i % 8 * 8 + i / 8] = static_cast<uint16_t>(i * 7);
-  uint32_t moved[32], loaded[32];
-  KVPAGER_LAUNCH(transpose_kernel, dim3(1), dim3(32), 0, matrix, moved, loaded, fault);
-  return memcmp(moved, wanted, sizeof moved) == 0 && memcmp(loaded, wanted, sizeof loaded) == 0;
+  uint32_t straight[32], transposed[32];
+  KVPAGER_LAUNCH(transpose_kernel, dim3(1), dim3(32), 0, matrix, straight, transposed, fault);
+  return memcmp(straight, matrix, sizeof matrix) == 0 && memcmp(transposed, wanted, sizeof wanted) == 0;
 }
 
 // --- asynchronous copies: block 64, a ring of 2 stages of 64 numbers each, of 6 runs

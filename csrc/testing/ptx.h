@@ -23,7 +23,6 @@ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
 inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, KVPAGER_HERE) {
   emulated::mma_m16n8k16<float16>(c, a, b0, b1, where);
 }
-using emulated::movmatrix_trans;
 inline int fresh_thread_index() { return static_cast<int>(emulated::self().index.x); }
 inline uint4 load_shared_16(const void* shared, KVPAGER_HERE) {
   emulated::check_shared("a shared load from outside shared memory", shared, sizeof(uint4), where);
@@ -45,6 +44,9 @@ inline uint32_t pack_f16(float low, float high) { return pack_pair<float16>(low,
 
 // A float holds enough of an operation's result that rounding it once more to float16 changes nothing.
 inline float half_of_f16x2(uint32_t pair, int high) { return emulated::half_of<float16>(pair, high); }
+inline void f32_of_f16x2(uint32_t two, float& low, float& high) {
+  low = half_of_f16x2(two, 0), high = half_of_f16x2(two, 1);
+}
 inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   return pack_f16(half_of_f16x2(a, 0) - half_of_f16x2(b, 0), half_of_f16x2(a, 1) - half_of_f16x2(b, 1));
 }

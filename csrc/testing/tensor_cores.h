@@ -52,21 +52,6 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   memcpy(c, result.d, sizeof c);
 }
 
-inline uint32_t combine_transpose(const Brought<uint32_t>& brought, int lane) {
-  uint32_t word = 0;
-  for (int i = 0; i < 2; ++i) {  // element (lane / 4, 2 (lane % 4) + i) of the transpose
-    const int row = lane % 4 * 2 + i, column = lane / 4;
-    const uint32_t from = brought[row * 4 + column / 2];
-    word |= (column % 2 ? from >> 16 : from & 0xffffu) << (16 * i);
-  }
-  return word;
-}
-
-// movmatrix.sync.aligned.m8n8.trans.b16
-inline uint32_t movmatrix_trans(uint32_t word, KVPAGER_HERE) {
-  return collective<uint32_t, uint32_t, combine_transpose>("movmatrix", 0xffffffffu, word, where);
-}
-
 template <int matrices>
 struct LoadedMatrices {
   uint32_t words[matrices];
