@@ -253,6 +253,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    if args.requests < 1 or args.max_len < 2:
+        parser.error("need --requests of at least 1, and --max-len of at least 2")
+
     console = Console(highlight=False, width=120)
     show_articles_cases(console)
     trace = make_trace(args.requests, args.max_len, args.seed)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvpager.engine import LLM, Prompt
-from kvpager.errors import ArgumentError
+from kvpager.errors import ArgumentError, ConfigError
 from kvpager.sampling import SamplingParams
 
 
@@ -101,4 +101,7 @@ def lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
 def save(figures: dict[str, Any], path: Path | None) -> None:
     """Writes the figures as JSON, where a path is given."""
     if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"can't write `{path}`: {error.strerror}") from None
