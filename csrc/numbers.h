@@ -53,11 +53,17 @@ KVPAGER_HD double widen(double number) { return number; }
 KVPAGER_HD float widen(bfloat16 number) { return float_of_bits(uint32_t{number.bits} << 16); }
 
 KVPAGER_HD float widen(float16 number) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(number.bits));
+  return wide;
+#else
   const uint32_t sign = uint32_t{number.bits} << 16 & 0x80000000u, magnitude = number.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);       // inf, NaN
   if (magnitude >= 0x0400u) return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));  // bias 15 -> 127
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
   return sign ? -subnormal : subnormal;
+#endif
 }
 
 KVPAGER_HD float widen(int8_code number) { return number.code; }
@@ -73,6 +79,13 @@ KVPAGER_HD float widen(fp8_e4m3 number) {
 // int8, which has no NaN, makes a 0 of it.
 template <class T>
 KVPAGER_HD T narrow(accumulate_t<T> number) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<T, float16>) {
+    float16 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(number));
+    return result;
+  }
+#endif
   if constexpr (std::is_same_v<T, bfloat16>) {
     const uint32_t bits = float_bits(number);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return bfloat16{static_cast<uint16_t>(bits >> 16 | 0x40u)};
