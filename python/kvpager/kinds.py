@@ -1,7 +1,9 @@
-"""Whether a value that a caller brings is a number. A leaf module: imported by all, imports nothing of kvpager."""
+"""Whether a value that a caller brings is a number, or can be a seed. A leaf: imports nothing of kvpager."""
 
 from numbers import Integral, Real
 from typing import TypeGuard
+
+MAX_SEED = 2**64 - 1  # whatever is called a seed is in 0 … this
 
 
 def is_whole(value: object) -> TypeGuard[int]:

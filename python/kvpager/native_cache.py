@@ -66,6 +66,18 @@ def compiled_library(torch_version: str, arch: str | None) -> Path | None:
         return None
 
 
+def arch_generation(arch: str) -> int:
+    """The number of a GPU architecture that the kernels can be compiled for: 90 for `sm_90` and `sm_90a`.
+
+    Raises:
+        ConfigError: no architecture's name, or an older one than `sm_80`.
+    """
+    number = re.fullmatch(r"sm_(\d+)a?", arch, re.ASCII)
+    if number is None or int(number[1]) < 80:
+        raise ConfigError(f"`arch`: wanted sm_80 or newer, as in sm_90, got {arch}")
+    return int(number[1])
+
+
 def compile_library(torch_version: str, arch: str, *, verbose: bool = False) -> Path:
     """Compile the whole native library for one GPU architecture into the cache; minutes.
 
@@ -80,16 +92,14 @@ def compile_library(torch_version: str, arch: str, *, verbose: bool = False) -> 
     Raises:
         ConfigError: no such architecture, no sources, no nvcc, or a compiler refused.
     """
-    number = re.fullmatch(r"sm_(\d+)a?", arch)
-    if number is None or int(number[1]) < 80:
-        raise ConfigError(f"`arch`: wanted sm_80 or newer, as in sm_90, got {arch}")
+    generation = arch_generation(arch)
     root = source_root()
     if root is None:
         raise ConfigError(f"no sources to compile beside `{_PACKAGE}`; install a wheel or run from a checkout")
     folder = _folder(root, torch_version)
     report = _builder(root).build_native(
         root, folder / arch / LIBRARY, verbose=verbose, cache=folder / "objects", require_cuda=True,
-        archs=(arch, f"compute_{number[1]}"),
+        archs=(arch, f"compute_{generation}"),
     )  # fmt: skip
     if not report.built:
         raise ConfigError(f"the CUDA kernels can't be compiled: {report.reason}")

@@ -116,6 +116,12 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     assert len(late.outputs[0].token_ids) >= 9
 
 
+def test_none_stops_nowhere(llm: LLM) -> None:
+    plain, none = (SamplingParams(max_tokens=4, **wishes) for wishes in ({}, {"stop": None, "stop_token_ids": None}))
+    prompt = [5, 6, 7]
+    assert llm.generate(prompt, none)[0].outputs == llm.generate(prompt, plain)[0].outputs
+
+
 def test_a_stop_string_in_the_last_token_is_a_stop(llm: LLM) -> None:
     (plain,) = llm.generate(PROMPTS[0], max_tokens=6)
     assert llm.tokenizer is not None
@@ -269,6 +275,10 @@ def test_settings_of_the_engine() -> None:
         LLM(num_blocks=8, watermark_blocks=-1)
     with pytest.raises(ConfigError, match="`fixed_split` is -1; it must be at least 0"):
         LLM(num_blocks=8, fixed_split=-1)
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigError, match=rf"`seed` is {seed}; it must be 0 … 2\^64 - 1"):
+            LLM(num_blocks=8, seed=seed)
+    LLM(num_blocks=8, seed=2**64 - 1).generate([5, 6, 7], SamplingParams(max_tokens=1, temperature=1.0))
     assert LLM(num_blocks=8, fixed_split=32).runner.fixed_split == 32
     llm = LLM(num_blocks=8, block_size=4, max_model_len=9, enable_prefix_caching=False)
     with pytest.raises(SequenceTooLongError, match="10 positions, `max_model_len` is 9"):

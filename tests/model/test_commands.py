@@ -60,6 +60,19 @@ def test_clear_forgets_all_but_the_system(llm: LLM) -> None:
     assert "(forgotten)" in shown
 
 
+def test_an_unknown_command_is_answered_with_those_there_are(llm: LLM) -> None:
+    messages, shown = talk(llm, "/exti", "/", "/usr/bin is a folder")
+    assert [message["content"] for message in messages if message["role"] == "user"] == ["/usr/bin is a folder"]
+    assert "(no command /exti; there are /clear and /exit)" in shown
+
+
+def test_build_cuda_refuses_an_architecture_before_it_announces_minutes() -> None:
+    result = CliRunner().invoke(app, ["build-cuda", "--arch", "sm_1"])
+    assert isinstance(result.exception, ConfigError)
+    assert "wanted sm_80 or newer, as in sm_90, got sm_1" in str(result.exception)
+    assert result.output == ""
+
+
 def test_a_conversation_that_is_too_long_is_not_extended(llm: LLM) -> None:
     messages, shown = talk(llm, "word " * 300, "hi")
     assert [message["content"] for message in messages if message["role"] == "user"] == ["hi"]

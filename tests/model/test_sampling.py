@@ -445,8 +445,9 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
         ({"top_p": None}, "`top_p`: wanted a number, got None"),
         ({"logit_bias": [1, 2]}, "`logit_bias`: wanted None or a mapping, got [1, 2]"),
         ({"logit_bias": {1: "2"}}, "`logit_bias`: wanted -100 … 100 for each token, got 2 for token 1"),
-        ({"stop": None}, "`stop`: wanted a text or a list of texts, got None"),
-        ({"stop_token_ids": 5}, "`stop_token_ids`: wanted a list of token ids, got 5"),
+        ({"stop": 5}, "`stop`: wanted None, a text or a list of texts, got 5"),
+        ({"stop": [""]}, "`stop`: wanted texts of at least one character, got ['']"),
+        ({"stop_token_ids": 5}, "`stop_token_ids`: wanted None or a list of token ids, got 5"),
         ({"allowed_token_ids": 5}, "`allowed_token_ids`: wanted None or a list of token ids, got 5"),
         ({"ignore_eos": "no"}, "`ignore_eos`: wanted True or False, got 'no'"),
         ({"seed": -1}, "`seed`: wanted 0 … 2^64 - 1, got -1"),
@@ -457,3 +458,10 @@ def test_bad_wishes_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         SamplingParams(**values)
     assert message in str(caught.value)
+
+
+def test_none_is_no_wish_wherever_vllm_takes_it() -> None:
+    names = ("stop", "stop_token_ids", "seed", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids")
+    params = SamplingParams(**dict.fromkeys(names))
+    params.check_vocabulary(1)
+    assert params.stop_texts == ()

@@ -223,10 +223,11 @@ def build_cuda(
     import torch
 
     from kvpager.native import gpu_arch
-    from kvpager.native_cache import compile_library
+    from kvpager.native_cache import arch_generation, compile_library
 
     if (wanted := arch or gpu_arch()) is None:
         raise ConfigError("torch sees no GPU; name what to compile for, as in `--arch sm_90`")
+    arch_generation(wanted)  # what can't be compiled for is refused before minutes are announced
     typer.echo(f"compiling for {wanted} and torch {torch.__version__}; this takes minutes")
     typer.echo(f"compiled: {compile_library(torch.__version__, wanted, verbose=verbose)}")
 

@@ -1,10 +1,12 @@
 """`kvpager chat`: a conversation on the terminal, each answer shown as it comes.
 
 The whole conversation is the prompt of every turn; what earlier turns computed is found in the prefix cache, so a turn
-costs the new words only. An empty line is ignored; `/clear` forgets the conversation; `/exit` or Ctrl-D ends it; Ctrl-C
-ends an answer, which stays in the conversation as far as it got.
+costs the new words only. An empty line is ignored; `/clear` forgets the conversation; `/exit` or Ctrl-D ends it; another
+word behind a slash is answered with these two, as it is more likely mistyped than meant for the model. Ctrl-C ends an
+answer, which stays in the conversation as far as it got.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.text import Text
 from kvpager.engine import LLM
 from kvpager.errors import SequenceTooLongError
 from kvpager.sampling import SamplingParams
+
+_COMMAND = re.compile(r"/\w*")  # one word; a path or a sentence that begins with a slash goes to the model
 
 
 def converse(
@@ -43,6 +47,8 @@ def converse(
         if text == "/clear":
             messages = [*beginning]
             console.print("(forgotten)", style="dim")
+        elif _COMMAND.fullmatch(text):
+            console.print(f"(no command {text}; there are /clear and /exit)", style="yellow", markup=False)
         elif text:
             messages.append({"role": "user", "content": text})
             try:

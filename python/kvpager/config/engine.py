@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpager.config.model import DTYPES
 from kvpager.errors import ConfigError
-from kvpager.kinds import is_whole
+from kvpager.kinds import MAX_SEED, is_whole
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EngineConfig:
         num_blocks: N, blocks in the pool; None: from the budget.
         kv_cache_memory_bytes: budget of the pool; None with no `num_blocks` either: the engine's default.
         max_num_seqs: most sequences that run together.
-        seed: of the requests that bring none.
+        seed: of the requests that bring none, 0 … 2⁶⁴ − 1.
         max_num_batched_tokens: most tokens of a step, at least `max_num_seqs`; what does not fit is computed in chunks.
             None: 2,048, or `max_num_seqs` if that is more.
         max_model_len: most tokens of a sequence, prompt and new ones; None: the positions that the model has.
@@ -64,6 +64,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"`{name}` is {value}; it must be at least 0")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"`seed` is {self.seed}; it must be 0 … 2^64 - 1")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"`max_num_batched_tokens` is {self.max_num_batched_tokens}; it must be at least `max_num_seqs` "
@@ -86,7 +88,8 @@ class EngineConfig:
             elif value is None:
                 fits, wanted = default is None, "a whole number"
             else:
-                fits, wanted = is_whole(value) and -(2**63) <= value < 2**63, "a whole number of at most 63 bits"
+                fits = is_whole(value) and (name == "seed" or -(2**63) <= value < 2**63)  # a seed has its own range
+                wanted = "a whole number of at most 63 bits"
             if not fits:
                 raise ConfigError(f"`{name}` is {value!r}; it must be {wanted}")
 

@@ -93,7 +93,7 @@ class Request:
 
     def _completion_output(self, completion: Completion) -> CompletionOutput:
         sequence = completion.sequence
-        asked_for = sequence.stop_token_id if sequence.stop_token_id in self.params.stop_token_ids else None
+        asked_for = sequence.stop_token_id if sequence.stop_token_id in (self.params.stop_token_ids or ()) else None
         return CompletionOutput(
             index=completion.index,
             text="".join(completion.pieces),
@@ -190,7 +190,7 @@ class RequestFactory:
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._model_config.eos_token_ids
-        return frozenset((*own, *params.stop_token_ids))
+        return frozenset((*own, *(params.stop_token_ids or ())))
 
     def _output_text(self, params: SamplingParams) -> OutputText:
         if self._tokenizer is None:

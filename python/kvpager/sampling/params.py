@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpager.errors import ArgumentError
-from kvpager.kinds import is_real, is_whole
+from kvpager.kinds import MAX_SEED, is_real, is_whole
 
-MAX_SEED = 2**64 - 1
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -33,9 +32,9 @@ class SamplingParams:
         logit_bias: token id → what is added to its score, −100 … 100.
         allowed_token_ids: the only tokens that may come; None: all.
         seed: of the draws, 0 … 2⁶⁴ − 1; None: made from the engine's seed and the request's number.
-        stop: texts that end the request; not part of its text.
+        stop: texts that end the request; not part of its text. None: none.
         include_stop_str_in_output: make the stop text part of it.
-        stop_token_ids: tokens that end the request, beside the model's own.
+        stop_token_ids: tokens that end the request, beside the model's own. None: none.
         ignore_eos: generate on past the model's end-of-text tokens.
         logprobs: log-probabilities to give for this many likeliest tokens and the one chosen; None: no one's.
             They are the model's own: before penalties, temperature and filters.
@@ -59,9 +58,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -83,7 +82,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ArgumentError("seed", "0 … 2^64 - 1", self.seed)
         if not all(isinstance(text, str) and text for text in self.stop_texts) or self.stop == "":
-            raise ArgumentError("stop", "texts of at least one character", list(self.stop))
+            raise ArgumentError("stop", "texts of at least one character", list(self.stop_texts))
 
     def _check_kinds(self) -> None:
         """Each value is of the kind of its default; what a list holds is looked at where its range is."""
@@ -96,8 +95,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             self._check_kind(name, "True or False", lambda value: isinstance(value, bool))
         if not isinstance(self.stop, str):
-            self._check_kind("stop", "a text or a list of texts", _is_list)
-        self._check_kind("stop_token_ids", "a list of token ids", _is_list)
+            self._check_kind("stop", "None, a text or a list of texts", _is_list)
+        self._check_kind("stop_token_ids", "None or a list of token ids", _is_list)
         self._check_kind("allowed_token_ids", "None or a list of token ids", _is_list)
         self._check_kind("logit_bias", "None or a mapping", lambda value: isinstance(value, Mapping))
 
@@ -126,7 +125,7 @@ class SamplingParams:
         for name, tokens in (
             ("logit_bias", bias),
             ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("stop_token_ids", self.stop_token_ids),
+            ("stop_token_ids", self.stop_token_ids or ()),
         ):
             if bad := [token for token in tokens if not is_whole(token) or token < 0]:
                 raise ArgumentError(name, "token ids of at least 0", bad[0])
@@ -150,7 +149,7 @@ class SamplingParams:
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as texts, however it was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def has_penalties(self) -> bool:

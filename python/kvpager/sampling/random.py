@@ -7,7 +7,8 @@ drawn beside others goes on as if it had been alone, and a seed means the same o
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpager.sampling.params import MAX_SEED, SamplingParams
+from kvpager.kinds import MAX_SEED
+from kvpager.sampling.params import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
