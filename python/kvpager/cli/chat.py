@@ -1,9 +1,9 @@
 """`kvpager chat`: a conversation on the terminal, each answer shown as it comes.
 
 The whole conversation is the prompt of every turn; what earlier turns computed is found in the prefix cache, so a turn
-costs the new words only. An empty line is ignored; `/clear` forgets the conversation; `/exit` or Ctrl-D ends it; another
-word behind a slash is answered with these two, as it is more likely mistyped than meant for the model. Ctrl-C ends an
-answer, which stays in the conversation as far as it got.
+costs the new words only. An empty line is ignored; `/clear` forgets the conversation; `/exit` or Ctrl-D ends it; any
+other single word behind a slash is taken for a mistyped command. Ctrl-C ends an answer, which stays in the conversation
+as far as it got.
 """
 
 import re
