@@ -522,3 +522,16 @@ def test_capacity_is_a_size(argument, size):
     sizes = {"max_rows": 2, "max_blocks": 2, argument: size}
     with pytest.raises(ArgumentError, match=f"`{argument}`: wanted a size of at least 0, got"):
         DecodeBatch.with_capacity(KVBlockManager(4, 4), **sizes)
+
+
+def test_what_is_no_set_of_buffers(batch_kit):
+    manager = batch_kit.manager(8, 4)
+    good = batch_kit.batch.with_capacity(manager, max_rows=1, max_blocks=1).buffers[0]
+    for arguments, text in [
+        ((manager, None, None), "`first`: wanted a BatchBuffers, with `block_tables`, got NoneType"),
+        ((manager, good, 5), "`second`: wanted a BatchBuffers, with `block_tables`, got int"),
+        ((None, good, good), "`manager`: wanted a KVBlockManager, got NoneType"),
+    ]:
+        with pytest.raises(TypeError) as caught:
+            batch_kit.batch(*arguments)
+        assert str(caught.value) == text

@@ -40,9 +40,92 @@ ARGUMENT_ERRORS = {
         lambda m: m.slot_mapping_for_append([1, 2, 1], [2**63 - 1] * 3, [5])
     ),
     "`block_id`: wanted a block in 0..3, got 4": lambda m: m.free_block(4),
-    "`max_blocks`: wanted at least 2, the longest table, got 1": lambda m: m.get_block_table_tensor([1], 1),
+    "`max_blocks`: wanted 2 (the longest table) to 2147483647, got 1": lambda m: m.get_block_table_tensor([1], 1),
+    "`max_blocks`: wanted 2 (the longest table) to 2147483647, got 2147483648": (
+        lambda m: m.get_block_table_tensor([1], 2**31)
+    ),
+    "`max_blocks`: wanted 2 (the longest table) to 1073741823, got 1073741824": (
+        lambda m: m.get_block_table_tensor([1, 1], 2**30)
+    ),
+    "`max_blocks`: wanted 2 (the longest table) to 1073741823, got 18446744073709551616": (
+        lambda m: m.get_block_table_tensor([1, 1], 2**64, out=b"")
+    ),
     "`device`: wanted None together with `out`, got cpu": lambda m: m.get_seq_lens_tensor([], device="cpu", out=b""),
 }
+
+
+_NO_ARRAY = "a 1-D buffer of int32 or int64 on the CPU, or a sequence of ints"
+KIND_ERRORS = {
+    "`sequence_id`: wanted an int, got bool": lambda m: m.create_sequence(True),
+    "`token_id`: wanted an int, got bool": lambda m: m.append_token(1, True),
+    "`n`: wanted an int, got bool": lambda m: m.append_tokens(1, True),
+    "`position`: wanted an int, got bool": lambda m: m.locate(1, False),
+    "`block_id`: wanted an int, got bool": lambda m: m.free_block(True),
+    "`ids`: wanted an int, got bool": lambda m: m.slot_mapping_for_append([True]),
+    "`counts`: wanted an int, got bool": lambda m: m.slot_mapping_for_append([1], (True,)),
+    "`token_ids`: wanted an int, got bool": lambda m: m.append_tokens(1, [5, True]),
+    "`items`: wanted an int, got bool": lambda m: m.can_admit(9, [1, 2], items=[(False, 1, "key")]),
+    f"`ids`: wanted {_NO_ARRAY}, got set": lambda m: m.slot_mapping_for_append({1, 2}),
+    f"`ids`: wanted {_NO_ARRAY}, got frozenset": lambda m: m.get_seq_lens_tensor(frozenset([1])),
+    f"`ids`: wanted {_NO_ARRAY}, got dict": lambda m: m.get_block_table_tensor({1: 2}),
+    f"`counts`: wanted {_NO_ARRAY}, got set": lambda m: m.slot_mapping_for_append([1], {1}),
+    f"`token_ids`: wanted {_NO_ARRAY}, got set": lambda m: m.append_tokens(1, {1}),
+    "`resumed`: wanted a bool, got int": lambda m: m.admit(9, [1], resumed=1),
+    "`resumed`: wanted a bool, got NoneType": lambda m: m.can_admit(9, [1], resumed=None),
+    "`device`: wanted a torch.device, a str or an int, got float": lambda m: m.get_seq_lens_tensor([1], device=0.5),
+}
+
+
+@pytest.mark.parametrize(("text", "call"), KIND_ERRORS.items(), ids=KIND_ERRORS)
+def test_what_is_of_another_kind(manager, observe, text, call):
+    before = observe(manager)
+    with pytest.raises(TypeError) as caught:
+        call(manager)
+    assert str(caught.value) == text
+    assert observe(manager) == before
+
+
+@pytest.mark.parametrize("device", ["foo", "cpu:x", "cuda:99"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, device: m.slot_mapping_for_append([1, 2], device=device),
+        lambda m, device: m.get_block_table_tensor([1], device=device),
+        lambda m, device: m.get_seq_lens_tensor([1], device=device),
+    ],
+    ids=["slots", "tables", "lengths"],
+)
+def test_a_device_that_is_not_there(manager, observe, device, call):
+    before = observe(manager)
+    with pytest.raises(ArgumentError) as caught:
+        call(manager, device)
+    assert str(caught.value) == f"`device`: wanted a device that torch has here, got {device}"
+    assert caught.value.__cause__ is not None  # torch's words
+    assert observe(manager) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fences": 1}, "`fences`: wanted a bool, got int"),
+        ({"enable_prefix_caching": None}, "`enable_prefix_caching`: wanted a bool, got NoneType"),
+        ({"watermark_blocks": True}, "`watermark_blocks`: wanted an int, got bool"),
+        ({"watermark_blocks": "1"}, "`watermark_blocks`: wanted an int, got str"),
+        ({"hash_seed": 0.5}, "`hash_seed`: wanted an int, got float"),
+        ({"max_pinned_blocks": False}, "`max_pinned_blocks`: wanted an int, got bool"),
+        ({"max_sequence_length": True}, "`max_sequence_length`: wanted an int, got bool"),
+        ({"block_size": True}, "`block_size`: wanted an int, got bool"),
+    ],
+)
+def test_settings_of_another_kind(make, arguments, text):
+    with pytest.raises(TypeError) as caught:
+        make(**{"num_physical_blocks": 4, "block_size": 4, **arguments})
+    assert str(caught.value) == text
+
+
+def test_an_unknown_policy(make):
+    with pytest.raises(ConfigError, match="`eviction_policy`: wanted `lru` or `slru`, got 5"):
+        make(4, 4, eviction_policy=5)
 
 
 @pytest.mark.parametrize(("text", "call"), ARGUMENT_ERRORS.items(), ids=ARGUMENT_ERRORS)

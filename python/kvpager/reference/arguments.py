@@ -1,6 +1,7 @@
 """What callers pass in, read once and checked: integers, rows of integers, buffers.
 
-A number out of range is an ArgumentError that names the parameter; what is no number at all is a TypeError.
+A number out of range is an ArgumentError that names the parameter; what is no number at all, a bool among it, is a
+TypeError that names it.
 """
 
 import operator
@@ -40,6 +41,8 @@ def read_position(argument: str, value: object) -> int:
 
 def read_int(argument: str, value: object) -> int:
     """`value` as an int of any size."""
+    if isinstance(value, bool):
+        raise TypeError(f"`{argument}`: wanted an int, got bool")
     try:
         return operator.index(cast("int", value))
     except TypeError:
@@ -59,7 +62,7 @@ def read_naturals(argument: str, values: Any, wanted: str, high: int = MAX_INT64
         if view.ndim != 1 or view.format not in INT64_FORMATS + INT32_FORMATS:
             raise ArgumentError(argument, _READABLE, describe(view))
         values = view.tolist()
-    elif not hasattr(values, "__iter__"):
+    elif not hasattr(values, "__iter__") or isinstance(values, set | frozenset | dict):  # those are no sequences
         raise TypeError(f"`{argument}`: wanted {_READABLE}, got {type(values).__name__}")
     return [read_natural(argument, value, wanted, high) for value in values]
 

@@ -5,6 +5,8 @@ where a tensor is made and nowhere else, so that the manager works without it.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from kvpager.errors import ArgumentError
@@ -18,13 +20,28 @@ class _NewTensor:
         import torch
 
         # Never torch's default device, which need not be the CPU.
-        self._tensor = torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if device is None else device)
+        place = partial(torch.empty, dtype=getattr(torch, kind), device="cpu" if device is None else device)
+        try:
+            self._tensor = place(shape)
+        except Exception:
+            _check_device(place, device)
+            raise
 
     def fill(self, values: list[int]) -> Any:
         import torch
 
         host = torch.tensor(values, dtype=self._tensor.dtype, device="cpu")
         return self._tensor.copy_(host.reshape(self._tensor.shape))
+
+
+def _check_device(place: Callable[[tuple[()]], object], device: Any) -> None:
+    """Name `device` if not even one element can be placed there."""
+    try:
+        place(())
+    except TypeError as error:
+        raise TypeError(f"`device`: wanted a torch.device, a str or an int, got {type(device).__name__}") from error
+    except Exception as error:
+        raise ArgumentError("device", "a device that torch has here", device) from error
 
 
 class _CallersBuffer:

@@ -52,9 +52,11 @@ class DecodeBatch:
 
     def __init__(self, manager: KVBlockManager, first: BatchBuffers, second: BatchBuffers) -> None:
         """Take two sets of writable buffers of equal shapes, and write "no rows" into both."""
+        if not isinstance(manager, KVBlockManager):
+            raise TypeError(f"`manager`: wanted a KVBlockManager, got {type(manager).__name__}")
         self._manager = manager
         self._buffers = (first, second)
-        self._views = (_open_set(first), _open_set(second))
+        self._views = (_open_set("first", first), _open_set("second", second))
         _compare_sets(*self._views)
         _refuse_shared_memory(self._views)
         self.max_rows, self.max_blocks = (int(size) for size in self._views[0]["block_tables"].shape or ())
@@ -241,11 +243,15 @@ class DecodeBatch:
         _fill(views["slot_mapping"], slots + [-1] * (self.max_tokens - len(slots)))
 
 
-def _open_set(buffers: BatchBuffers) -> dict[str, memoryview]:
-    """Views of the five buffers, checked."""
+def _open_set(argument: str, buffers: BatchBuffers) -> dict[str, memoryview]:
+    """Views of the five buffers of the set that came as `argument`, checked."""
+    for field in fields(BatchBuffers):
+        if not hasattr(buffers, field.name):
+            came = type(buffers).__name__
+            raise TypeError(f"`{argument}`: wanted a BatchBuffers, with `{field.name}`, got {came}")
     views = {}
     num_rows = 0
-    for field in fields(buffers):
+    for field in fields(BatchBuffers):
         name, value = field.name, getattr(buffers, field.name)
         view = as_buffer(name, value)
         formats = INT64_FORMATS if name == "slot_mapping" else INT32_FORMATS

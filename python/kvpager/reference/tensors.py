@@ -8,6 +8,8 @@ from kvpager.reference.arguments import ID, describe, num_elements, read_natural
 from kvpager.reference.buffers import open_target
 from kvpager.reference.questions import Questions
 
+MAX_ENTRIES = 2**31 - 1  # of all rows of a table: int32 reaches them all
+
 
 class TensorFace(Appending, Questions):
     """The calls of the block manager that give tensors: one row for each id, in the order of `ids`."""
@@ -35,8 +37,9 @@ class TensorFace(Appending, Questions):
         longest = max(map(len, tables), default=0)
         width = longest
         if max_blocks is not None:
-            wanted = f"at least {longest}, the longest table"
-            width = read_natural("max_blocks", max_blocks, wanted)
+            most = max(MAX_ENTRIES // max(len(tables), 1), longest)
+            wanted = f"{longest} (the longest table) to {most}"
+            width = read_natural("max_blocks", max_blocks, wanted, most)
             if width < longest:
                 raise ArgumentError("max_blocks", wanted, width)
         elif out is not None and tables:

@@ -1,22 +1,22 @@
 //! Arrays from Python: ids, counts and token ids, read once into memory that is kept between calls.
 //!
 //! An int32 or int64 array or CPU tensor is copied where it lies (`memory`), 2,048 integers in 0.1 µs; other buffers
-//! through their protocol, strided or not; any other iterable of ints is accepted for comfort and takes about 10 µs.
+//! through their protocol, strided or not; any other iterable of ints is accepted for comfort and takes about 10 µs. Not a
+//! set or a dict, which are no sequences: a row would be anybody's.
 //! Nothing here holds the manager's lock: iterating may run the caller's code.
 
 use std::cell::Cell;
 
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::types::{PyDict, PyFrozenSet, PyInt, PySet};
 
 use kvpager_core::TokenId;
 use kvpager_core::config::MAX_TOKEN_ID;
 
-use crate::arguments::{COUNT, ID, TOKEN_ID, read_natural, read_token_id};
-use crate::buffers::{READABLE, describe, is_of, open_readable, type_name};
+use crate::arguments::{COUNT, ID, TOKEN_ID, read_natural, read_token_id, wrong_kind};
+use crate::buffers::{READABLE, describe, is_of, open_readable};
 use crate::failure::argument_error;
 use crate::memory::{self, Integers};
 
@@ -69,10 +69,7 @@ impl Arrays {
             return read_natural(n, "n", COUNT).map(Some);
         }
         if buffer.is_none() && n.try_iter().is_err() {
-            return Err(PyTypeError::new_err(format!(
-                "`n`: wanted an int or token ids, got {}",
-                type_name(n)
-            )));
+            return Err(wrong_kind(n, "n", "an int or token ids"));
         }
         self.read_opened_token_ids(n, buffer).map(|()| None)
     }
@@ -184,9 +181,11 @@ fn iterate<'py>(
     values: &Bound<'py, PyAny>,
     argument: &str,
 ) -> PyResult<impl Iterator<Item = PyResult<Bound<'py, PyAny>>>> {
-    values.try_iter().map_err(|_| {
-        PyTypeError::new_err(format!("`{argument}`: wanted {READABLE}, got {}", type_name(values)))
-    })
+    let refused = || wrong_kind(values, argument, READABLE);
+    let has_no_order = values.is_instance_of::<PySet>()
+        || values.is_instance_of::<PyFrozenSet>()
+        || values.is_instance_of::<PyDict>();
+    if has_no_order { Err(refused()) } else { values.try_iter().map_err(|_| refused()) }
 }
 
 /// Copies a one-dimensional buffer of int32 or int64 to `wide`; false if it is something else.

@@ -4,7 +4,7 @@ use kvpager_core::{BatchId, BatchShape, TokenId};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
-use crate::arguments::read_sequence_id;
+use crate::arguments::{read_sequence_id, wrong_kind};
 use crate::lent::BufferSets;
 use crate::manager::KVBlockManager;
 
@@ -75,7 +75,7 @@ impl DecodeBatch {
     #[new]
     fn new(
         py: Python<'_>,
-        manager: Py<KVBlockManager>,
+        #[pyo3(from_py_with = read_manager)] manager: Py<KVBlockManager>,
         first: &Bound<'_, PyAny>,
         second: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
@@ -204,6 +204,11 @@ impl DecodeBatch {
     fn max_changes(&self) -> usize {
         self.shape.max_changes
     }
+}
+
+fn read_manager(value: &Bound<'_, PyAny>) -> PyResult<Py<KVBlockManager>> {
+    let manager = value.cast::<KVBlockManager>();
+    Ok(manager.map_err(|_| wrong_kind(value, "manager", "a KVBlockManager"))?.clone().unbind())
 }
 
 impl Drop for DecodeBatch {

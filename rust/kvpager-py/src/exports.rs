@@ -14,14 +14,19 @@ use crate::out::{Out, fill_new, refuse_device};
 /// A table entry is copied in the time that a sixteenth of an append takes.
 const ENTRIES_PER_TOKEN: usize = 16;
 
-/// The parameter `max_blocks`, if no table is longer.
-fn read_width(max_blocks: &Bound<'_, PyAny>, longest: usize) -> PyResult<usize> {
-    let wanted = format!("at least {longest}, the longest table");
-    let width = read_natural(max_blocks, "max_blocks", &wanted)? as usize;
-    if width < longest {
+/// Most entries of all rows of a table: int32 reaches them all. That is 8 GiB, far beyond what any batch of any model is
+/// padded to, and so many blocks a pool can have; above it there are only slips.
+const MAX_ENTRIES: u64 = i32::MAX as u64;
+
+/// The parameter `max_blocks`, if no table of the `num_rows` is longer.
+fn read_width(max_blocks: &Bound<'_, PyAny>, longest: usize, num_rows: usize) -> PyResult<usize> {
+    let most = (MAX_ENTRIES / num_rows.max(1) as u64).max(longest as u64);
+    let wanted = format!("{longest} (the longest table) to {most}");
+    let width = read_natural(max_blocks, "max_blocks", &wanted)?;
+    if width < longest as u64 || width > most {
         return Err(argument_error("max_blocks", &wanted, width.to_string()));
     }
-    Ok(width)
+    Ok(width as usize)
 }
 
 /// An `out` of which every row has the same number of entries.
@@ -82,7 +87,8 @@ impl KVBlockManager {
     ) -> PyResult<Bound<'py, PyAny>> {
         loop {
             let longest = self.longest_table(py, ids)?;
-            let width = max_blocks.map_or(Ok(longest), |max_blocks| read_width(max_blocks, longest))?;
+            let width =
+                max_blocks.map_or(Ok(longest), |max_blocks| read_width(max_blocks, longest, ids.len()))?;
             let shape = if ids.is_empty() { [0, 0] } else { [ids.len() as u64, width as u64] };
             let tables =
                 fill_new(py, &shape, "int32", device, |tables| self.write_tables(ids, Some(width), tables));
@@ -100,7 +106,8 @@ impl KVBlockManager {
     ///
     /// Args:
     ///     ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of ints.
-    ///     `max_blocks`: M, entries in a row. None: what `out` has room for, else the longest table.
+    ///     `max_blocks`: M, entries in a row; B * M is at most 2^31 - 1. None: what `out` has room for, else the longest
+    ///         table.
     ///     device: device of the new tensor; the CPU if None. Not together with `out`.
     ///     out: writable C-contiguous int32 buffer of exactly B * M elements; filled and returned itself.
     ///
@@ -109,7 +116,7 @@ impl KVBlockManager {
     ///
     /// Raises:
     ///     `UnknownSequenceError`: an id names no sequence.
-    ///     `ArgumentError`: `max_blocks` is below the longest table; a bad id, `out` or `device`.
+    ///     `ArgumentError`: `max_blocks` is below the longest table or far too large; a bad id, `out` or `device`.
     ///
     /// Cost: O(B * M).
     #[pyo3(signature = (ids, max_blocks = None, *, device = None, out = None))]
@@ -126,7 +133,7 @@ impl KVBlockManager {
             let ids = arrays.ids.as_slice();
             let Some(out) = out else { return self.tables_in_new(py, ids, max_blocks, device) };
             refuse_device(device)?;
-            let read = |max_blocks| read_width(max_blocks, self.longest_table(py, ids)?);
+            let read = |max_blocks| read_width(max_blocks, self.longest_table(py, ids)?, ids.len());
             self.write_tables(ids, max_blocks.map(read).transpose()?, out)?;
             Ok(out.clone())
         })

@@ -4,8 +4,12 @@ use kvpager_core::{BatchBuffers, BatchShape};
 use pyo3::buffer::Element;
 use pyo3::prelude::*;
 
+use crate::arguments::wrong_kind;
 use crate::buffers::Held;
 use crate::failure::argument_error;
+
+/// Attributes of a set.
+const NAMES: [&str; 5] = ["block_tables", "seq_lens", "query_start_loc", "slot_mapping", "changed"];
 
 /// The attribute `name` of a set, of which `fits` likes the shape; `kind` says in words what is wanted.
 fn open<T: Element>(
@@ -32,7 +36,13 @@ struct LentSet {
 }
 
 impl LentSet {
-    fn open(set: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// Opens the set that came as `argument`.
+    fn open(set: &Bound<'_, PyAny>, argument: &str) -> PyResult<Self> {
+        for name in NAMES {
+            if !set.hasattr(name)? {
+                return Err(wrong_kind(set, argument, &format!("a BatchBuffers, with `{name}`")));
+            }
+        }
         let block_tables = open(set, "block_tables", "int32 buffer [B, M]", |shape| shape.len() == 2)?;
         let num_rows = block_tables.shape()[0];
         Ok(Self {
@@ -88,7 +98,7 @@ pub(crate) struct BufferSets([LentSet; 2]);
 
 impl BufferSets {
     pub(crate) fn open(first: &Bound<'_, PyAny>, second: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let sets = [LentSet::open(first)?, LentSet::open(second)?];
+        let sets = [LentSet::open(first, "first")?, LentSet::open(second, "second")?];
         for ((name, wanted), (_, came)) in sets[0].shapes().into_iter().zip(sets[1].shapes()) {
             if came != wanted {
                 let wanted = format!("shape {wanted:?}, as in the first set");

@@ -14,7 +14,7 @@ use pyo3::buffer::Element;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::arguments::{read_config, read_natural, read_option, text};
+use crate::arguments::{read_config, read_flag, read_natural, read_option, text};
 use crate::arrays::Arrays;
 use crate::failure::{Failure, argument_error, config_error, guarded};
 use crate::out::Out;
@@ -121,9 +121,9 @@ impl KVBlockManager {
     fn new(
         num_physical_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
-        enable_prefix_caching: bool,
+        #[pyo3(from_py_with = read_caching)] enable_prefix_caching: bool,
         watermark_blocks: Option<&Bound<'_, PyAny>>,
-        fences: bool,
+        #[pyo3(from_py_with = read_fences)] fences: bool,
         eviction_policy: Option<&Bound<'_, PyAny>>,
         hash_seed: Option<&Bound<'_, PyAny>>,
         max_pinned_blocks: Option<&Bound<'_, PyAny>>,
@@ -158,6 +158,14 @@ impl KVBlockManager {
         let manager = guarded(|| Ok(BlockManager::new(config)?))?;
         Ok(Self { config, manager: Mutex::new(manager), arrays: Mutex::default() })
     }
+}
+
+fn read_caching(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    read_flag(value, "enable_prefix_caching")
+}
+
+fn read_fences(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    read_flag(value, "fences")
 }
 
 fn read_policy(value: &Bound<'_, PyAny>) -> PyResult<EvictionPolicy> {

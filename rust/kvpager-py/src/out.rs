@@ -2,11 +2,12 @@
 //! tensor. torch is imported where one is made, never before.
 
 use pyo3::buffer::Element;
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::arguments::text;
+use crate::arguments::{text, wrong_kind};
 use crate::buffers::Held;
 use crate::failure::argument_error;
 use crate::memory::{self, Seen};
@@ -83,6 +84,9 @@ pub(crate) fn refuse_device(device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
 }
 
 /// A new tensor, the CPU's if there is no `device`. `kind` is the name of its type.
+///
+/// A `device` that torch does not have here is an `ArgumentError`, what names none a `TypeError`, each with torch's own
+/// words as its cause; a full device is torch's error itself.
 pub(crate) fn new_tensor<'py>(
     py: Python<'py>,
     shape: &[u64],
@@ -97,7 +101,19 @@ pub(crate) fn new_tensor<'py>(
         Some(device) => options.set_item(intern!(py, "device"), device)?,
         None => options.set_item(intern!(py, "device"), intern!(py, "cpu"))?,
     }
-    torch.call_method(intern!(py, "empty"), (PyTuple::new(py, shape)?,), Some(&options))
+    let make = |shape| torch.call_method(intern!(py, "empty"), (shape,), Some(&options));
+    make(PyTuple::new(py, shape)?).map_err(|error| match (device, make(PyTuple::empty(py))) {
+        (Some(device), Err(about_the_device)) => {
+            let named = if about_the_device.is_instance_of::<PyTypeError>(py) {
+                wrong_kind(device, "device", "a torch.device, a str or an int")
+            } else {
+                argument_error("device", "a device that torch has here", text(device))
+            };
+            named.set_cause(py, Some(about_the_device));
+            named
+        }
+        _ => error,
+    })
 }
 
 /// A new tensor, which `fill` writes. It is made first: a device may be missing, or full.

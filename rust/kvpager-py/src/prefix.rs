@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PySlice, PyTuple, PyType};
 
-use crate::arguments::{COUNT, read_natural, read_sequence_id};
+use crate::arguments::{COUNT, read_flag, read_natural, read_sequence_id};
 use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
@@ -58,7 +58,7 @@ impl KVBlockManager {
         salt: Option<&Bound<'py, PyAny>>,
         adapter: Option<&Bound<'py, PyAny>>,
         items: Option<&Bound<'py, PyAny>>,
-        resumed: bool,
+        #[pyo3(from_py_with = read_resumed)] resumed: bool,
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = read_sequence_id(sequence_id)?;
@@ -95,7 +95,7 @@ impl KVBlockManager {
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
-        resumed: bool,
+        #[pyo3(from_py_with = read_resumed)] resumed: bool,
     ) -> PyResult<bool> {
         let _ = resumed; // the same arguments as `admit`; it makes no difference here
         let id = read_sequence_id(sequence_id)?;
@@ -249,6 +249,10 @@ fn answer(num_computed: u64, slots: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAn
         py.get_type::<PyTuple>().getattr(intern!(py, "__new__")).map(Bound::unbind)
     })?;
     new.bind(py).call1((class, (num_computed, slots)))
+}
+
+fn read_resumed(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    read_flag(value, "resumed")
 }
 
 fn wanted_of_out(num_slots: u64) -> String {

@@ -1,12 +1,11 @@
 //! What tells equal tokens apart (salt, adapter, media items), from Python to the core's [`Prompt`].
 
 use kvpager_core::{Item, Prompt, TokenId};
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::read_signed;
+use crate::arguments::{read_signed, wrong_kind};
 use crate::failure::argument_error;
 
 /// The strings of a prompt, owned while the core reads them.
@@ -61,22 +60,15 @@ impl Keys {
 }
 
 fn read_triple<'py>(item: &Bound<'py, PyAny>) -> PyResult<[Bound<'py, PyAny>; 3]> {
-    let refused = || -> PyResult<PyErr> {
-        let came = item.get_type().name()?;
-        Ok(PyTypeError::new_err(format!("`items`: wanted (start, stop, key), got {came}")))
-    };
-    let Ok(fields) = item.try_iter() else { return Err(refused()?) };
+    let refused = || wrong_kind(item, "items", "(start, stop, key)");
+    let Ok(fields) = item.try_iter() else { return Err(refused()) };
     let fields = fields.take(4).collect::<PyResult<Vec<_>>>()?;
-    match <[Bound<'py, PyAny>; 3]>::try_from(fields) {
-        Ok(fields) => Ok(fields),
-        Err(_) => Err(refused()?),
-    }
+    <[Bound<'py, PyAny>; 3]>::try_from(fields).map_err(|_| refused())
 }
 
 fn read_text(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResult<PyBackedStr> {
     if let Ok(text) = value.cast::<PyString>() {
         return PyBackedStr::try_from(text.clone());
     }
-    let came = value.get_type().name()?;
-    Err(PyTypeError::new_err(format!("`{argument}`: wanted {wanted}, got {came}")))
+    Err(wrong_kind(value, argument, wanted))
 }
