@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -53,6 +54,38 @@ inline void check_last_contiguous(const char* argument, const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1)
     fail_argument(argument, "a contiguous last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
+}
+
+// What an op writes: no two elements lie at one address. A dimension longer than 1 has to step over all that the
+// dimensions with smaller strides reach. O(dims²), and dims are few.
+inline void check_written(const char* argument, const Tensor& tensor) {
+  struct Dim {
+    int64_t stride, size;
+  };
+  constexpr int64_t kMaxDims = CopyShape::kMaxInner + 1;
+  Dim dims[kMaxDims];
+  int64_t num_dims = 0;
+  const int64_t all_dims = tensor.dim();
+  if (all_dims > kMaxDims) fail_argument(argument, "at most 8 dimensions", shape_text(tensor));
+  for (int64_t dim = 0; dim < all_dims; ++dim) {
+    const Dim next{tensor.stride(dim), tensor.size(dim)};
+    if (next.size == 0) return;
+    if (next.size == 1) continue;
+    int64_t place = num_dims++;  // sorted by falling stride, as the dimensions mostly are
+    for (; place > 0 && dims[place - 1].stride < next.stride; --place) dims[place] = dims[place - 1];
+    dims[place] = next;
+  }
+  int64_t reach = 1;
+  while (num_dims-- > 0) {
+    const auto [stride, size] = dims[num_dims];
+    if (stride < reach) {
+      std::string strides;
+      for (int64_t dim = 0; dim < all_dims; ++dim) strides += (dim ? ", " : "") + std::to_string(tensor.stride(dim));
+      fail_argument(argument, "elements that share no memory, since they are written",
+                    shape_text(tensor) + " with strides [" + strides + "]");
+    }
+    reach += (size - 1) * stride;
+  }
 }
 
 constexpr const char* kFloatDtypes = "float32, float16, bfloat16 or float64";
@@ -156,6 +189,16 @@ inline void check_scales(const char* argument, const std::optional<Tensor>& scal
   check_tensor(argument, *scale, ScalarType::Float, cache, {pool.num_blocks, pool.num_kv_heads, pool.block_size});
 }
 
+// Caches that are written, and their scales, unless those are one for all, which is only read.
+inline void check_written_caches(const Tensor& key_cache, const Tensor& value_cache,
+                                 const std::optional<Tensor>& key_scale = std::nullopt,
+                                 const std::optional<Tensor>& value_scale = std::nullopt) {
+  check_written("key_cache", key_cache);
+  check_written("value_cache", value_cache);
+  if (key_scale) check_written("key_scale", *key_scale);
+  if (value_scale) check_written("value_scale", *value_scale);
+}
+
 // Views of checked scales; `T` may be const.
 template <class T>
 Scales<T> scales_of(const std::optional<Tensor>& scale) {
@@ -186,6 +229,7 @@ template <class T>
 WriteParams<T> write_params(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                             const Tensor& slot_mapping) {
   const PoolShape pool = check_pool(key_cache, value_cache);
+  check_written_caches(key_cache, value_cache);
   check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
   const int64_t num_tokens = slot_mapping.size(0);
   for (auto [argument, tensor] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
@@ -210,6 +254,7 @@ QuantisedWriteParams<T, C> quantised_write_params(const Tensor& key, const Tenso
   const PoolShape pool = check_pool(key_cache, value_cache);
   check_scales("key_scale", key_scale, key_cache, pool);
   check_scales("value_scale", value_scale, value_cache, pool);
+  check_written_caches(key_cache, value_cache, key_scale, value_scale);
   check_tensor("slot_mapping", slot_mapping, ScalarType::Long, key_cache, {-1});
   const int64_t num_tokens = slot_mapping.size(0);
   for (auto [argument, tensor] : {std::pair{"key", &key}, std::pair{"value", &value}}) {
@@ -241,6 +286,8 @@ GatherParams<T, C> gather_params(const Tensor& key, const Tensor& value, const T
   check_tensor("value", value, dtype, key_cache, {key.size(0), pool.num_kv_heads, pool.head_dim});
   check_last_contiguous("key", key);
   check_last_contiguous("value", value);
+  check_written("key", key);
+  check_written("value", value);
   check_tensor("seq_lens", seq_lens, ScalarType::Int, key_cache, {-1});
   const int64_t num_sequences = seq_lens.size(0);
   check_tensor("block_tables", block_tables, ScalarType::Int, key_cache, {num_sequences, -1});
@@ -288,15 +335,23 @@ AttentionParams<T, C> attention_params(const Tensor& out, const std::optional<Te
                   std::to_string(num_heads) + " heads");
   check_tensor("out", out, dtype, key_cache, {num_tokens, num_heads, pool.head_dim});
   check_last_contiguous("out", out);
+  check_written("out", out);
   check_tensor("seq_lens", seq_lens, ScalarType::Int, key_cache, {query_start_loc ? -1 : num_tokens});
   const int64_t num_sequences = seq_lens.size(0);
   check_tensor("block_tables", block_tables, ScalarType::Int, key_cache, {num_sequences, -1});
   if (query_start_loc)
     check_tensor("query_start_loc", *query_start_loc, ScalarType::Int, key_cache, {num_sequences + 1});
-  if (lse) check_tensor("lse", *lse, wide, key_cache, {num_tokens, num_heads});
+  if (lse) {
+    check_tensor("lse", *lse, wide, key_cache, {num_tokens, num_heads});
+    check_written("lse", *lse);
+  }
   if (sinks) check_tensor("sinks", *sinks, wide, key_cache, {num_heads});
   if (options.window < 0) fail_argument("window", "0 or more positions", std::to_string(options.window));
-  if (!(options.softcap >= 0)) fail_argument("softcap", "0 or more", std::to_string(options.softcap));
+  constexpr double kLargest = std::numeric_limits<A>::max();  // in which scale and softcap are used
+  if (!(options.softcap >= 0 && options.softcap <= kLargest))
+    fail_argument("softcap", "0 (none) or a finite positive number", std::to_string(options.softcap));
+  if (!(options.scale >= -kLargest && options.scale <= kLargest))
+    fail_argument("scale", "a finite number", std::to_string(options.scale));
 
   AttentionParams<T, C> params{};
   params.out = mutable_rows_of<T>(out);
@@ -334,8 +389,12 @@ MergeParams<T> merge_params(const Tensor& out, const std::optional<Tensor>& lse,
   check_tensor("out_b", out_b, dtype, out, {num_tokens, num_heads, head_dim});
   check_tensor("lse_a", lse_a, wide, out, {num_tokens, num_heads});
   check_tensor("lse_b", lse_b, wide, out, {num_tokens, num_heads});
-  if (lse) check_tensor("lse", *lse, wide, out, {num_tokens, num_heads});
+  if (lse) {
+    check_tensor("lse", *lse, wide, out, {num_tokens, num_heads});
+    check_written("lse", *lse);
+  }
   check_last_contiguous("out", out);
+  check_written("out", out);
   check_last_contiguous("out_a", out_a);
   check_last_contiguous("out_b", out_b);
   return {mutable_rows_of<T>(out),
@@ -352,6 +411,7 @@ MergeParams<T> merge_params(const Tensor& out, const std::optional<Tensor>& lse,
 inline CopyShape copy_shape(const Tensor& cache) {
   if (cache.dim() < 2 || cache.dim() > CopyShape::kMaxInner + 1)
     fail_argument("caches", "tensors of 2 to 8 dimensions", shape_text(cache));
+  check_written("caches", cache);
   CopyShape shape{cache.size(0), cache.stride(0), 0, 1, {}, {}};
   for (int64_t dim = 1; dim < cache.dim(); ++dim) {
     const int64_t size = cache.size(dim), stride = cache.stride(dim);
@@ -376,6 +436,7 @@ inline SwapShape swap_shape(const Tensor& source, const Tensor& target) {
   bool same = source.dim() == target.dim() && source.scalar_type() == target.scalar_type();
   for (int64_t dim = 1; same && dim < source.dim(); ++dim) same = source.size(dim) == target.size(dim);
   if (!same) fail_argument("dst", "blocks of the shape and dtype of `src`", shape_text(target));
+  check_written("dst", target);
   SwapShape shape{source.size(0), target.size(0), source.stride(0), target.stride(0), 0, 1, {}, {}, {}};
   for (int64_t dim = 1; dim < source.dim(); ++dim) {
     const int64_t size = source.size(dim), from = source.stride(dim), to = target.stride(dim);
@@ -412,6 +473,7 @@ inline void check_swap(const std::vector<Tensor>& sources, const std::vector<Ten
 inline TableUpdate table_update(const Tensor& block_tables, const Tensor& changed) {
   check_tensor("block_tables", block_tables, ScalarType::Int, block_tables, {-1, -1});
   check_tensor("changed", changed, ScalarType::Int, block_tables, {-1, 3});
+  check_written("block_tables", block_tables);
   return {mutable_grid_of<int32_t>(block_tables), grid_of<int32_t>(changed), block_tables.size(0), block_tables.size(1),
           changed.size(0)};
 }

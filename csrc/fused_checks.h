@@ -22,6 +22,7 @@ FusedParams<T, C> fused_params(const Tensor& query_out, const Tensor& qkv, const
   const PoolShape pool = check_pool(key_cache, value_cache);
   check_scales("key_scale", key_scale, key_cache, pool);
   check_scales("value_scale", value_scale, value_cache, pool);
+  check_written_caches(key_cache, value_cache, key_scale, value_scale);
   const ScalarType dtype = is_quantised<C> ? qkv.scalar_type() : key_cache.scalar_type();
   const int64_t D = pool.head_dim;
   if (D % 2 != 0) fail_argument("key_cache", "an even head dim, which turns in pairs", std::to_string(D));
@@ -29,6 +30,7 @@ FusedParams<T, C> fused_params(const Tensor& query_out, const Tensor& qkv, const
   const int64_t num_tokens = slot_mapping.size(0);
   check_tensor("query_out", query_out, dtype, key_cache, {num_tokens, -1, D}, /*at_least=*/true);
   check_last_contiguous("query_out", query_out);
+  check_written("query_out", query_out);
   const int64_t num_heads = query_out.size(1);
   if (num_heads == 0 || num_heads % pool.num_kv_heads != 0)
     fail_argument("query_out",

@@ -19,6 +19,7 @@ LinearParams<T> linear_params(const Tensor& out, const Tensor& x, const Tensor& 
   check_matrix("weight", weight, x, -1, depth);
   const int64_t num_outputs = weight.size(0);
   check_matrix("out", out, x, num_rows, num_outputs);
+  check_written("out", out);
   if (bias) {
     check_tensor("bias", *bias, x.scalar_type(), x, {num_outputs});
     check_last_contiguous("bias", *bias);
@@ -41,9 +42,13 @@ NormParams<T> norm_params(const Tensor& out, const Tensor& x, const Tensor& weig
   check_matrix("x", x, x, -1, -1);
   const int64_t num_rows = x.size(0), width = x.size(1);
   check_matrix("out", out, x, num_rows, width);
+  check_written("out", out);
   check_tensor("weight", weight, x.scalar_type(), x, {width});
   check_last_contiguous("weight", weight);
-  if (residual) check_matrix("residual", *residual, x, num_rows, width);
+  if (residual) {
+    check_matrix("residual", *residual, x, num_rows, width);
+    check_written("residual", *residual);
+  }
   if (!(eps >= 0)) fail_argument("eps", "0 or more", std::to_string(eps));
   return {static_cast<T*>(out.mutable_data_ptr()),
           static_cast<const T*>(x.const_data_ptr()),
@@ -62,6 +67,7 @@ GateParams<T> gate_params(const Tensor& out, const Tensor& gate, const Tensor& u
   check_matrix("gate", gate, gate, -1, -1);
   check_matrix("up", up, gate, gate.size(0), gate.size(1));
   check_matrix("out", out, gate, gate.size(0), gate.size(1));
+  check_written("out", out);
   return {static_cast<T*>(out.mutable_data_ptr()),
           static_cast<const T*>(gate.const_data_ptr()),
           static_cast<const T*>(up.const_data_ptr()),

@@ -21,7 +21,7 @@ BELOW = {
     "reference": {"errors"},
     "native_cache": {"errors"},
     "native": {"native_cache"},
-    "ops": {"native"},
+    "ops": {"native", "kinds"},
     "huge_pages": {"errors"},
     "cache": {"ops", "config", "huge_pages"},
     "models": {"cache"},

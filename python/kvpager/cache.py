@@ -8,7 +8,7 @@ A quantised block holds its codes and, behind them, their scales, so that whatev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Literal, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
 from kvpager.ops import backends
-from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES
+from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES, check_factors, refuse, require_tensors
 from kvpager.ops.layout import as_hnd, scales_as_hnd
 
 CacheDtype = torch.dtype | Literal["int8", "fp8_e4m3"]
@@ -316,9 +316,16 @@ class PagedKVCache:
             out [T, H, D].
         """
         (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
-        tables, lengths = metadata.block_tables, metadata.seq_lens
-        is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
+        try:
+            tables, lengths = metadata.block_tables, metadata.seq_lens
+            is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
+        except (AttributeError, IndexError, TypeError):
+            _refuse_step(query, metadata)
         if self.attention_backend not in ("auto", "native"):
+            require_tensors(query=query, block_tables=tables, seq_lens=lengths)
+            if not is_decode:
+                require_tensors(query_start_loc=metadata.query_start_loc)
+            check_factors(scale, softcap, query.dtype)
             run = self._planner.plan(
                 metadata, query, key_cache, block_tables=tables, seq_lens=lengths,
                 query_start_loc=None if is_decode else metadata.query_start_loc, scale=scale,
@@ -379,6 +386,16 @@ class PagedKVCache:
         if not isinstance(target, PagedKVCache):
             raise ArgumentError("target", "a `PagedKVCache`", type(target).__name__)
         ops.swap_blocks([self._by_block], [target._by_block], pairs)
+
+
+def _refuse_step(query: Tensor, metadata: AttentionMetadata) -> NoReturn:
+    """Says why no kind of attention could be told for a step."""
+    if not isinstance(metadata, AttentionMetadata):
+        raise ArgumentError("metadata", "an `AttentionMetadata`", type(metadata).__name__)
+    require_tensors(query=query, seq_lens=metadata.seq_lens)
+    if query.dim() != 3:
+        refuse("query", "[T, H, D]", query)
+    refuse("seq_lens", "[B] int32", metadata.seq_lens)
 
 
 def _checked_dtype(dtype: CacheDtype) -> torch.dtype:

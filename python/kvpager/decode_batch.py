@@ -106,7 +106,8 @@ class DecodeBatch(_core.DecodeBatch, Generic[_Memory]):
             pin_memory: whether a GPU shall be able to copy from the tensors without waiting.
 
         Raises:
-            ArgumentError: a size is negative, or no whole number.
+            ArgumentError: a size is negative, or no whole number; or `pin_memory` is no bool, or asked for where no
+                memory can be pinned.
         """
         import torch
 
@@ -116,6 +117,10 @@ class DecodeBatch(_core.DecodeBatch, Generic[_Memory]):
                 continue
             if not is_whole(size) or not 0 <= size < 2**63:
                 raise ArgumentError(argument, "a size of at least 0", repr(size))
+        if not isinstance(pin_memory, bool):
+            raise ArgumentError("pin_memory", "True or False", repr(pin_memory))
+        if pin_memory and not torch.cuda.is_available():
+            raise ArgumentError("pin_memory", "False on a machine without a CUDA driver", "True")
 
         num_tokens = max_rows if max_tokens is None else max_tokens
         num_changes = max_rows + max_blocks if max_changes is None else max_changes

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from kvpager import ops
+from kvpager import AttentionMetadata, DecodeBatch, KVBlockManager, PagedKVCache, ops
 from kvpager.errors import ArgumentError
 
 N, K, S, D, H = 4, 2, 4, 8, 4
@@ -115,3 +115,146 @@ def test_what_is_read_before_the_op_is_called():
             call()
     with pytest.raises(ArgumentError, match=r"`dtype`: wanted torch.int8 or torch.float8_e4m3fn, got torch.float32"):
         ops.quantise(torch.ones(2, 8), torch.float32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+@pytest.mark.parametrize("argument", ["scale", "softcap"])
+def test_factors_of_scores_are_finite(kernels, caches, argument, value):
+    """Also when they are used, in float32: 1e39 would be inf there."""
+    out = torch.full((1, H, D), 7.0)
+    with pytest.raises(ArgumentError, match=rf"`{argument}`: wanted .*finite.*, got {re.escape(str(value))}"):
+        attend(caches, out=out, **{argument: value})
+    with pytest.raises(ArgumentError, match=rf"`{argument}`: wanted .*finite.*, got {re.escape(str(value))}"):
+        ops.paged_prefill(
+            torch.ones(1, H, D), *caches, torch.tensor([[0, 1]], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32), torch.tensor([6], dtype=torch.int32),
+            out=out, **{argument: value},
+        )  # fmt: skip
+    assert out.eq(7).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_factors_are_finite_for_every_backend(backend):
+    cache = PagedKVCache(1, N, K, S, D, attention_backend=backend)
+    with pytest.raises(ArgumentError, match="`scale`: wanted a finite number, got nan"):
+        cache.attend(0, torch.ones(1, H, D), step(), scale=float("nan"))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e30])
+def test_any_finite_scale_is_used(kernels, caches, scale):
+    assert not attend(caches, scale=scale).any()
+
+
+def test_factors_of_scores_are_finite_without_a_wrapper():
+    """The kernels refuse them too, in their own words."""
+    tables, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    query, cache = torch.ones(1, H, D), torch.zeros(N, K, S, D)
+    with pytest.raises((RuntimeError, ArgumentError), match="`scale`: wanted a finite number, got nan"):
+        torch.ops.kvpager.paged_attention(
+            torch.empty_like(query), None, query, cache, cache, tables, lengths, scale=float("nan"), max_seq_len=8
+        )
+
+
+def step(**changes):
+    good = {
+        "slot_mapping": torch.tensor([5]),
+        "block_tables": torch.tensor([[0, 1]], dtype=torch.int32),
+        "seq_lens": torch.tensor([6], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1], dtype=torch.int32),
+        "max_query_len": 1,
+        "max_seq_len": 6,
+    }
+    return AttentionMetadata(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    ("query", "metadata", "text"),
+    [
+        (torch.ones(1, H, D), None, "`metadata`: wanted an `AttentionMetadata`, got NoneType"),
+        (torch.ones(1, H, D), {"seq_lens": None}, "`metadata`: wanted an `AttentionMetadata`, got dict"),
+        (None, step(), "`query`: wanted a tensor, got NoneType"),
+        (5, step(max_query_len=2), "`query`: wanted a tensor, got int"),
+        (torch.tensor(1.0), step(), "`query`: wanted [T, H, D], got [] float32"),
+        (torch.ones(1, H, D), step(seq_lens=None), "`seq_lens`: wanted a tensor, got NoneType"),
+        (torch.ones(1, H, D), step(seq_lens=[6]), "`seq_lens`: wanted a tensor, got list"),
+        (torch.ones(1, H, D), step(seq_lens=torch.tensor(6)), "`seq_lens`: wanted [B] int32, got [] int64"),
+        (torch.ones(1, H, D), step(seq_lens=[6], max_query_len=2), "`seq_lens`: wanted a tensor, got list"),
+        (torch.ones(1, H, D), step(block_tables=None), "`block_tables`: wanted a tensor, got NoneType"),
+        (torch.ones(1, H, D), step(query_start_loc=None, max_query_len=2), "`query_start_loc`: wanted a tensor"),
+    ],
+)
+def test_a_cache_attends_to_a_step(query, metadata, text):
+    for backend in ("auto", "reference"):
+        cache = PagedKVCache(1, N, K, S, D, attention_backend=backend)
+        with pytest.raises(ArgumentError, match=re.escape(text)):
+            cache.attend(0, query, metadata)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ops.dequantise(None, None), "`codes`: wanted a tensor, got NoneType"),
+        (lambda: ops.dequantise(torch.ones(3, 8), 0.5), "`scales`: wanted a tensor, got float"),
+        (lambda: ops.dequantise(torch.ones(3, 8), torch.ones(2)), "`scales`: wanted [3] or [1], got [2] float32"),
+        (lambda: ops.dequantise(torch.tensor(1.0), torch.ones(1)), "`codes`: wanted [..., D], got []"),
+        (lambda: ops.quantise(None, torch.int8), "`rows`: wanted a tensor, got NoneType"),
+        (lambda: ops.default_num_parts(None, 1), '`device`: wanted "cpu" or a GPU of this machine, got None'),
+        (lambda: ops.default_num_parts("x", 1), "`device`: wanted \"cpu\" or a GPU of this machine, got 'x'"),
+        (lambda: ops.default_num_parts("cuda:99", 1), "got 'cuda:99'"),
+        (lambda: ops.default_num_parts("cpu", 0), "`num_kv_heads`: wanted at least 1, got 0"),
+        (
+            lambda: ops.workspace_bytes(None, 4, 8, max_seq_len=6),
+            "`num_sequences`: wanted a whole number of at most 63 bits",
+        ),
+        (lambda: ops.workspace_bytes(2, 4, 1.5, max_seq_len=6), "`head_dim`: wanted a whole number of at most 63 bits"),
+        (
+            lambda: ops.workspace_bytes(2, 4, 8, max_seq_len="6"),
+            "`max_seq_len`: wanted a whole number of at most 63 bits",
+        ),
+        (lambda: ops.workspace_bytes(2, 4, 8, max_seq_len=6, num_parts=0), "`num_parts`: wanted at least 1, got 0"),
+        (lambda: ops.workspace_bytes(2, 4, 8, max_seq_len=6, device=None), "`device`: wanted"),
+        (
+            lambda: ops.make_schedule(torch.zeros(1, dtype=torch.int32), block_size=4, num_parts=1.5),
+            "`num_parts`: wanted a whole number of at most 63 bits, got 1.5",
+        ),
+    ],
+)
+def test_helpers_name_what_does_not_fit(call, text):
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("query", torch.ones(2, 2), "[T, H, D], got [2, 2] float32"),
+        ("key_cache", torch.ones(2, 2), "[N, K, S, D] float32"),
+        ("value_cache", torch.ones(2), "the shape, dtype and device of `key_cache`, got [2]"),
+        ("block_tables", torch.ones(2), "[B, M], got [2] float32"),
+        ("seq_lens", torch.ones(2, 2), "[B], got [2, 2] float32"),
+        ("prefix_len", None, "a multiple of the block size 4, at most 8 (2 columns of `block_tables`), got None"),
+        ("prefix_len", 4.0, "a multiple of the block size 4, at most 8 (2 columns of `block_tables`), got 4.0"),
+        ("query_start_loc", 5, "a tensor, got int"),
+        ("query_start_loc", torch.tensor([0, 1]), "[B + 1] int32 on cpu, got [2] int64"),
+        ("key_scale", 5, "a tensor or None, got int"),
+    ],
+)
+def test_a_shared_prefix_names_what_does_not_fit(caches, argument, value, text):
+    arguments = {
+        "query": torch.ones(1, H, D),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "block_tables": torch.tensor([[0, 1]], dtype=torch.int32),
+        "seq_lens": torch.tensor([6], dtype=torch.int32),
+        "prefix_len": 4,
+    }
+    ops.shared_prefix_attention(**arguments)
+    with pytest.raises(ArgumentError, match=re.escape(f"`{argument}`: wanted {text}")):
+        ops.shared_prefix_attention(**{**arguments, argument: value})
+
+
+def test_memory_is_pinned_where_there_is_a_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for value, text in ((1, "True or False, got 1"), (True, "False on a machine without a CUDA driver, got True")):
+        with pytest.raises(ArgumentError, match=f"`pin_memory`: wanted {text}"):
+            DecodeBatch.with_capacity(KVBlockManager(8, 4), 2, 3, pin_memory=value)

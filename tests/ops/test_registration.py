@@ -147,7 +147,7 @@ BAD_ARGUMENTS = [
     ("sinks", torch.zeros(2), "[4] float32 on cpu, got [2] float32 on cpu"),
     ("sinks", torch.zeros(4).half(), "[4] float32 on cpu, got [4] float16 on cpu"),
     ("window", -1, "0 (all positions) or a positive number of positions, got -1"),
-    ("softcap", -1.0, "0 (none) or a positive number, got -1.0"),
+    ("softcap", -1.0, "0 (none) or a finite positive number, got -1.0"),
     ("layout", "NDH", '"HND" or "NHD", got NDH'),
     ("out", torch.zeros(3, 4, 8), "2 rows, got 3 rows"),
     ("lse", torch.zeros(4, 2), "[2, 4] float32 on cpu, got [4, 2] float32 on cpu"),

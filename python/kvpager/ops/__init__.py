@@ -7,7 +7,8 @@ contiguous. dtypes: float32, float16, bfloat16, float64, one for all float tenso
 (float64 for float64). Caches may also hold int8 or fp8 e4m3 codes, with a float32 scale for each row of D beside them,
 or one for the whole cache; `quantise` says which numbers they stand for.
 
-Shapes, dtypes and devices that do not fit raise `ArgumentError`, before anything is written. Bad values (slots, table
+Shapes, dtypes and devices that do not fit raise `ArgumentError`, before anything is written; so does a tensor that is
+written and has two elements at one address, as an expanded one has. Bad values (slots, table
 entries, lengths) raise `SlotError` or `ArgumentError` on the CPU, with nothing written. On CUDA the row is skipped and
 an error is kept on the device until `check_errors()` raises it; `KVPAGER_CHECKED=1` does that after every call, at the
 price of a device sync. In a compiled graph a bad value surfaces as the kernel's RuntimeError, with the same text.

@@ -99,7 +99,7 @@ def paged_attention(
         value_cache: value_cache, like `key_cache`.
         block_tables: block_tables [B, M] int32; entries past a row's length are not read.
         seq_lens: seq_lens [B] int32; length 0 gives zeros and lse −inf. Positions at or past it are never read.
-        scale: factor of the scores; 1 / √D if None.
+        scale: factor of the scores, finite; 1 / √D if None.
         max_seq_len: upper bound of `seq_lens`; M · S if None.
         window: positions a query sees, itself included; 0 = all. Blocks wholly before the window are not read.
         softcap: c > 0 bends a score s to c · tanh(s / c), before the mask; 0 = none.
@@ -139,7 +139,7 @@ def paged_attention(
         )  # fmt: skip
         if run is not None:
             _check_decode(
-                out, lse, query, key_cache, value_cache, block_tables, seq_lens, sinks, window, softcap,
+                out, lse, query, key_cache, value_cache, block_tables, seq_lens, sinks, scale, window, softcap,
                 key_scale, value_scale, fixed_split, schedule, workspace,
             )  # fmt: skip
             out, lse = _outputs(query, out, lse, return_lse)
@@ -158,7 +158,7 @@ def paged_attention(
     except REFUSALS as error:
         raise_typed(
             error, _check_decode,
-            *given, query, key_cache, value_cache, block_tables, seq_lens, sinks, window, softcap,
+            *given, query, key_cache, value_cache, block_tables, seq_lens, sinks, scale, window, softcap,
             key_scale, value_scale, fixed_split, schedule, workspace,
         )  # fmt: skip
     if device_errors.CHECKED:
@@ -281,7 +281,7 @@ def paged_prefill(
         )  # fmt: skip
         if run is not None:
             checks.check_attention(
-                out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window,
+                out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, scale, window,
                 softcap, key_scale, value_scale,
             )  # fmt: skip
             out, lse = _outputs(query, out, lse, return_lse)
@@ -298,10 +298,12 @@ def paged_prefill(
             window=window, softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
     except REFUSALS as error:
+        if not isinstance(query_start_loc, Tensor):  # None would be taken for a decode
+            raise ArgumentError("query_start_loc", "a tensor", type(query_start_loc).__name__) from None
         raise_typed(
             error, checks.check_attention,
-            *given, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap,
-            key_scale, value_scale,
+            *given, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, scale, window,
+            softcap, key_scale, value_scale,
         )  # fmt: skip
     if device_errors.CHECKED:
         device_errors.check_errors(out.device)
@@ -380,6 +382,7 @@ def _check_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     sinks: Tensor | None,
+    scale: float | None,
     window: int,
     softcap: float,
     key_scale: Tensor | None,
@@ -389,7 +392,7 @@ def _check_decode(
     workspace: Tensor | None,
 ) -> None:
     checks.check_attention(
-        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, scale, window, softcap,
         key_scale, value_scale,
     )  # fmt: skip
     checks.check_split(fixed_split, schedule, workspace, query)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops.overlap import check_written, check_written_caches
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 QUANTISED_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
@@ -106,6 +107,7 @@ def check_write(
     """Metadata of `write_kv`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
     check_scales(key_scale, value_scale, key_cache)
+    check_written_caches(key_cache, value_cache, key_scale, value_scale)
     _check_rows("key", key, "[T, K, D]", key_cache, K, D)
     _check_rows("value", value, "[T, K, D]", key_cache, K, D)
     if value.dtype is not key.dtype:
@@ -128,6 +130,7 @@ def check_attention(
     query_start_loc: Tensor | None,
     seq_lens: Tensor,
     sinks: Tensor | None,
+    scale: float | None,
     window: int,
     softcap: float,
     key_scale: Tensor | None = None,
@@ -161,9 +164,17 @@ def check_attention(
             refuse("sinks", f"[{H}] {str(dtype).removeprefix('torch.')} on {device}", sinks)
     if window < 0:
         raise ArgumentError("window", "0 (all positions) or a positive number of positions", window)
-    if not softcap >= 0:
-        raise ArgumentError("softcap", "0 (none) or a positive number", softcap)
+    check_factors(scale, softcap, query.dtype)
     _check_results(out, lse, query)
+
+
+def check_factors(scale: float | None, softcap: float, dtype: torch.dtype) -> None:
+    """What scores are multiplied and bent by is finite where it is used: in the arithmetic of a query of `dtype`."""
+    largest = torch.finfo(accumulate_dtype(dtype)).max
+    if not 0 <= softcap <= largest:
+        raise ArgumentError("softcap", "0 (none) or a finite positive number", softcap)
+    if isinstance(scale, (int, float)) and not -largest <= scale <= largest:
+        raise ArgumentError("scale", "a finite number", scale)
 
 
 def check_split(fixed_split: int, schedule: Tensor | None, workspace: Tensor | None, query: Tensor) -> None:
@@ -197,6 +208,8 @@ def check_gather(
     _check_rows("value", value, "[T, K, D]", key_cache, K, D)
     if value.dtype is not key.dtype or value.shape != key.shape:
         refuse("value", "the shape and dtype of `key`", value)
+    check_written("key", key)
+    check_written("value", value)
     _check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", key_cache.device)
     B = seq_lens.shape[0]
     _check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", key_cache.device)
@@ -213,8 +226,10 @@ def _check_results(out: Tensor | None, lse: Tensor | None, query: Tensor) -> Non
         _check_rows("out", out, "[T, H, D]", query, query.shape[1], query.shape[2])
         if out.shape[0] != query.shape[0]:
             raise ArgumentError("out", f"{query.shape[0]} rows", f"{out.shape[0]} rows")
+        check_written("out", out)
     if lse is not None:
         _check_lse("lse", lse, query)
+        check_written("lse", lse)
 
 
 def _check_lse(argument: str, lse: Tensor, query: Tensor) -> None:
@@ -259,6 +274,7 @@ def check_fused(
     """Metadata of `qk_norm_rope_write`; caches are HND."""
     _, K, _, D = check_caches(key_cache, value_cache)
     check_scales(key_scale, value_scale, key_cache)
+    check_written_caches(key_cache, value_cache, key_scale, value_scale)
     device = key_cache.device
     if D % 2:
         raise ArgumentError("key_cache", "an even head dim, which turns in pairs", D)
@@ -270,6 +286,7 @@ def check_fused(
     if H == 0 or H % K:
         raise ArgumentError("query_out", f"a number of heads that is a multiple of the {K} kv heads", f"{H} heads")
     _check_rows("query_out", query_out, "[T, H, D]", key_cache, H, D)
+    check_written("query_out", query_out)
     width = (H + 2 * K) * D
     check_vectors("qkv", qkv, 2, width, query_out.dtype, device)
     check_vectors("cos_sin", cos_sin, 2, D, accumulate_dtype(query_out.dtype), device)
@@ -304,6 +321,7 @@ def check_copy(caches: list[Tensor], pairs: Tensor) -> None:
             refuse("caches", f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
         if cache.device != caches[0].device or cache.shape[0] != caches[0].shape[0]:
             refuse("caches", f"{caches[0].shape[0]} blocks on {caches[0].device} in each (entry {index})", cache)
+        check_written("caches", cache)
     _check_ints("pairs", pairs, torch.int64, 2, "[P, 2]", caches[0].device)
     if pairs.shape[1] != 2:
         refuse("pairs", "[P, 2] (source, destination)", pairs)
@@ -323,6 +341,7 @@ def check_swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
                 refuse(argument, f"{like.shape[0]} blocks on {like.device} in each (entry {index})", cache)
         if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
             refuse("dst", f"blocks of the shape and dtype of `src` (entry {index})", target)
+        check_written("dst", target)
     _check_ints("pairs", pairs, torch.int64, 2, "[P, 2]", pairs.device)
     if pairs.shape[1] != 2:
         refuse("pairs", "[P, 2] (source, destination)", pairs)
@@ -334,3 +353,4 @@ def check_update(block_tables: Tensor, changed: Tensor) -> None:
     _check_ints("changed", changed, torch.int32, 2, "[C, 3]", block_tables.device)
     if changed.shape[1] != 3:
         refuse("changed", "[C, 3] (row, column, block)", changed)
+    check_written("block_tables", block_tables)

@@ -32,7 +32,7 @@ def _check_attention(
     workspace: Tensor | None = None,
 ) -> None:
     checks.check_attention(
-        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, window, softcap,
+        out, lse, query, key_cache, value_cache, block_tables, None, seq_lens, sinks, scale, window, softcap,
         key_scale, value_scale,
     )  # fmt: skip
     checks.check_split(fixed_split, schedule, workspace, query)
@@ -58,7 +58,7 @@ def _check_prefill(
     value_scale: Tensor | None = None,
 ) -> None:
     checks.check_attention(
-        out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, window, softcap,
+        out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks, scale, window, softcap,
         key_scale, value_scale,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kvpager.errors import ArgumentError
 from kvpager.ops.checks import FLOAT_DTYPES, check_vectors, refuse
+from kvpager.ops.overlap import check_written
 
 
 def check_linear(out: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -16,6 +17,7 @@ def check_linear(out: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | N
     if bias is not None:
         check_vectors("bias", bias, 1, N, x.dtype, x.device)
     _check_beside("out", out, x, T, N)
+    check_written("out", out)
 
 
 def check_rms_norm(
@@ -26,6 +28,8 @@ def check_rms_norm(
     check_vectors("weight", weight, 1, C, x.dtype, x.device)
     _check_beside("residual", residual, x, T, C)
     _check_beside("out", out, x, T, C)
+    check_written("residual", residual)
+    check_written("out", out)
     if not eps >= 0:
         raise ArgumentError("eps", "0 or a positive number", eps)
 
@@ -35,6 +39,7 @@ def check_silu_mul(out: Tensor | None, gate: Tensor, up: Tensor) -> None:
     T, I = _check_first("gate", gate)  # noqa: E741
     _check_beside("up", up, gate, T, I)
     _check_beside("out", out, gate, T, I)
+    check_written("out", out)
 
 
 def _check_first(argument: str, tensor: Tensor) -> tuple[int, int]:

@@ -16,7 +16,8 @@ def scales_as_hnd(
     if layout == "HND":
         return key_scale, value_scale
     key_scale, value_scale = (
-        scale.transpose(1, 2) if scale is not None and scale.dim() == 3 else scale for scale in (key_scale, value_scale)
+        scale.transpose(1, 2) if isinstance(scale, Tensor) and scale.dim() == 3 else scale
+        for scale in (key_scale, value_scale)
     )
     return key_scale, value_scale
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops.checks import refuse, require_tensors
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -26,8 +27,9 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
         0 and the scale NaN: it reads as NaN, whatever the dtype can hold.
 
     Raises:
-        ArgumentError: codes of another dtype were asked for.
+        ArgumentError: codes of another dtype were asked for, or `rows` is no tensor.
     """
+    require_tensors(rows=rows)
     if dtype not in LARGEST_CODE:
         raise ArgumentError("dtype", "torch.int8 or torch.float8_e4m3fn", dtype)
     largest = LARGEST_CODE[dtype]
@@ -46,5 +48,14 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """Numbers [..., D] float32 of codes [..., D] with scales [...] or [1]."""
+    """Numbers [..., D] float32 of codes [..., D] with scales [...] or [1].
+
+    Raises:
+        ArgumentError: one is no tensor, or the scales are not one for each row of codes or one for all.
+    """
+    require_tensors(codes=codes, scales=scales)
+    if codes.dim() == 0:
+        refuse("codes", "[..., D]", codes)
+    if scales.numel() != 1 and scales.shape != codes.shape[:-1]:
+        refuse("scales", f"{list(codes.shape[:-1])} or [1]", scales)
     return codes.float() * (scales if scales.dim() <= 1 and codes.dim() > 2 else scales.unsqueeze(-1))

@@ -10,18 +10,35 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.kinds import is_whole
 from kvpager.ops import checks
+from kvpager.ops.overlap import check_written
 
 PARTS_PER_THREAD = 4  # as in csrc/cpu/decode.cpp: a thread that is late leaves its last parts to others
 BLOCKS_PER_MULTIPROCESSOR = 3  # as in csrc/cuda/decode_launch.h: all parts run at once
 
 
 def default_num_parts(device: str | torch.device, num_kv_heads: int) -> int:
-    """Parts that fill `device`: 4 for each thread of torch on the CPU; on CUDA K · parts blocks fill it once."""
-    if torch.device(device).type != "cuda":
-        return PARTS_PER_THREAD * torch.get_num_threads()
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    """Parts that fill `device`: 4 for each thread of torch on the CPU; on CUDA K · parts blocks fill it once.
+
+    Raises:
+        ArgumentError: `device` names no device of this machine, or `num_kv_heads` is not 1 or more.
+    """
+    _check_number("num_kv_heads", num_kv_heads, 1)
+    try:
+        if torch.device(device).type != "cuda":
+            return PARTS_PER_THREAD * torch.get_num_threads()
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch's, of no such name, of no such GPU
+        raise ArgumentError("device", '"cpu" or a GPU of this machine', repr(device)) from error
     return max(1, BLOCKS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads)
+
+
+def _check_number(argument: str, number: object, least: int) -> None:
+    if not is_whole(number) or number >= 2**63:
+        raise ArgumentError(argument, "a whole number of at most 63 bits", repr(number))
+    if number < least:
+        raise ArgumentError(argument, f"at least {least}", number)
 
 
 def make_schedule(
@@ -61,13 +78,13 @@ def make_schedule(
         ("block_size", block_size, 1), ("window", window, 0), ("fixed_split", fixed_split, 0),
         ("num_parts", num_parts, 1),
     ):  # fmt: skip
-        if number < least:
-            raise ArgumentError(argument, f"at least {least}", number)
+        _check_number(argument, number, least)
     B, device = seq_lens.shape[0], seq_lens.device
     if out is None:
         out = torch.empty(2 * num_parts + 4, dtype=torch.int32, device=device)
     elif out.shape != (2 * num_parts + 4,) or out.dtype is not torch.int32 or out.device != device:
         raise ArgumentError("out", f"[{2 * num_parts + 4}] int32 on {device}", f"{list(out.shape)} {out.dtype}")
+    check_written("out", out)
     out[0], out[1], out[2:4], out[-2], out[-1] = B, fixed_split, 0, B, 0
     if num_parts == 1:
         return out
@@ -113,8 +130,18 @@ def workspace_bytes(
     Returns:
         Room for one float32 result [H, D + 2] for each piece of a sequence that is cut; on CUDA also a counter for each
         sequence and head.
+
+    Raises:
+        ArgumentError: a number is no whole one or too small, or there is no such device.
     """
-    if num_parts is None:
+    for argument, number, least in (
+        ("num_sequences", num_sequences, 0), ("num_heads", num_heads, 1), ("head_dim", head_dim, 1),
+        ("max_seq_len", max_seq_len, 0), ("fixed_split", fixed_split, 0),
+    ):  # fmt: skip
+        _check_number(argument, number, least)
+    if num_parts is not None:
+        _check_number("num_parts", num_parts, 1)
+    else:
         num_parts = default_num_parts(device, num_kv_heads)
     # Free: a cut makes two pieces of a sequence that was whole, and one more of another.
     pieces = num_sequences * -(-max_seq_len // fixed_split) if fixed_split else 2 * (num_parts - 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.kinds import is_whole
 from kvpager.ops import checks
 from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
 from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
@@ -100,7 +101,13 @@ def shared_prefix_attention(
     checks.require_tensors(
         query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables, seq_lens=seq_lens
     )
+    for argument, tensor, shape in (
+        ("query", query, ("T", "H", "D")), ("block_tables", block_tables, ("B", "M")), ("seq_lens", seq_lens, ("B",)),
+    ):  # fmt: skip
+        if tensor.dim() != len(shape):
+            checks.refuse(argument, f"[{', '.join(shape)}]", tensor)
     caches = as_hnd(key_cache, value_cache, layout)
+    checks.check_caches(*caches)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
     options = {"scale": scale, "softcap": softcap, "key_scale": key_scale, "value_scale": value_scale}
     if block_tables.shape[0] == 0:
@@ -119,9 +126,9 @@ def shared_prefix_attention(
 def _check_prefix(block_tables: Tensor, prefix_len: int, block_size: int) -> int:
     """How many columns of the tables the prefix takes."""
     M = block_tables.shape[1]
-    if prefix_len < 0 or prefix_len % block_size or prefix_len > M * block_size:
+    if not is_whole(prefix_len) or prefix_len < 0 or prefix_len % block_size or prefix_len > M * block_size:
         wanted = f"a multiple of the block size {block_size}, at most {M * block_size} ({M} columns of `block_tables`)"
-        raise ArgumentError("prefix_len", wanted, prefix_len)
+        raise ArgumentError("prefix_len", wanted, repr(prefix_len))
     shared = prefix_len // block_size
     if block_tables.device.type == "cpu":
         differs = (block_tables[:, :shared] != block_tables[:1, :shared]).nonzero()
