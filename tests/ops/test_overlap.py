@@ -84,8 +84,7 @@ OPS = {
     ),
     "silu_mul": (lambda: {"gate": rows(T, D), "up": rows(T, D), "out": rows(T, D)}, ("out",)),
 }  # fmt: skip
-CPU_ONLY = ("linear", "rms_norm", "silu_mul")
-WRITTEN = [(op, argument) for op, (_, written) in OPS.items() for argument in written]
+LAYERS = ("linear", "rms_norm", "silu_mul")  # have no CUDA kernel
 
 
 def expanded(tensor):
@@ -105,14 +104,29 @@ def bits(arguments):
     return [tensor.clone() for value in lists for tensor in value if isinstance(tensor, torch.Tensor)]
 
 
-@pytest.mark.parametrize("overlapping", [expanded, sliding])
-@pytest.mark.parametrize(("op", "argument"), WRITTEN)
+# In one dimension elements one apart share nothing.
+CASES = [
+    (op, argument, overlapping)
+    for op, (_, written) in OPS.items()
+    for argument in written
+    for overlapping in (expanded, sliding)
+    if (op, overlapping) != ("make_schedule", sliding)
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "overlapping"), [case for case in CASES if case[0] not in LAYERS])
 def test_what_is_written_must_not_overlap(kernels, op, argument, overlapping):
+    check_refused(op, argument, overlapping)
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"], indirect=True)
+@pytest.mark.parametrize(("op", "argument", "overlapping"), [case for case in CASES if case[0] in LAYERS])
+def test_what_a_layer_writes_must_not_overlap(kernels, op, argument, overlapping):
+    check_refused(op, argument, overlapping)
+
+
+def check_refused(op, argument, overlapping):
     name = op.split()[0]
-    if kernels.name == "emulated" and name in CPU_ONLY:
-        pytest.skip("no CUDA kernel")
-    if name == "make_schedule" and overlapping is sliding:
-        pytest.skip("one dimension: elements one apart share nothing")
     make, _ = OPS[op]
     getattr(ops, name)(**make())  # accepted as they are
     arguments = make()
