@@ -15,7 +15,7 @@ inline int64_t partial_floats(int64_t num_heads, int64_t head_dim) { return num_
 
 inline Partial partial_at(float* data, int64_t num_heads) { return {data, data + num_heads, data + 2 * num_heads}; }
 
-constexpr int64_t kMaxChunk = 128;  // positions whose weights attend_span keeps
+constexpr int64_t kMaxChunk = 128;  // positions that attend_span takes at once at most; a multiple of every kPair
 
 // Working memory of attend_span, in floats: for each head a query and sums, padded to the widest Pair, the weights of a
 // chunk, and four numbers.

@@ -17,7 +17,7 @@ namespace {
 constexpr int kGroup = 4;  // query heads that share a load of K or V
 
 // Some query heads of one kv head and what they have gathered so far: rows of `padded` floats, or one number each. Of
-// the chunk at hand: rows of kChunk scores, then weights, and what sums before and products are to be multiplied by.
+// the chunk at hand: rows of kMaxChunk scores, then weights, and what sums before and products are to be multiplied by.
 struct Heads {
   const float *queries, *factors;                // what KeyProduct prepared
   float *tops, *totals, *rounded_totals, *sums;  // rounded_totals: of the weights that values were multiplied by
@@ -25,9 +25,16 @@ struct Heads {
   int64_t padded;
 
   Heads from(int64_t head) const {
-    return {
-        queries + head * padded, factors + head,          tops + head,    totals + head,        rounded_totals + head,
-        sums + head * padded,    weights + head * kChunk, shrinks + head, value_factors + head, padded};
+    return {queries + head * padded,
+            factors + head,
+            tops + head,
+            totals + head,
+            rounded_totals + head,
+            sums + head * padded,
+            weights + head * kMaxChunk,
+            shrinks + head,
+            value_factors + head,
+            padded};
   }
 };
 
@@ -40,7 +47,7 @@ struct Rows {
   // The row after row i, kAgain rows on.
   KVPAGER_INLINE const C* soon(int64_t i) const {
     const int64_t at = i + kAgain;
-    return at < count ? now.row(at) : next.row(at - count);  // at - count < kChunk
+    return at < count ? now.row(at) : next.row(at - count);  // at - count < kMaxChunk
   }
 };
 
@@ -82,8 +89,8 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
         float four[4];
         reduce_add4(Product::total(sums[g][0]), Product::total(sums[g][1]), Product::total(sums[h][0]),
                     Product::total(sums[h][1]), four);
-        memcpy(scores + g * kChunk + i, four, 2 * sizeof(float));
-        memcpy(scores + h * kChunk + i, four + 2, 2 * sizeof(float));
+        memcpy(scores + g * kMaxChunk + i, four, 2 * sizeof(float));
+        memcpy(scores + h * kMaxChunk + i, four + 2, 2 * sizeof(float));
       }
     } else {
 #pragma GCC unroll 4
@@ -91,7 +98,7 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
 #pragma GCC unroll 2
         for (int t = 0; t < kTokens; t += 4)
           reduce_add4(Product::total(sums[g][t]), Product::total(sums[g][t + 1]), Product::total(sums[g][t + 2]),
-                      Product::total(sums[g][t + 3]), scores + g * kChunk + i + t);
+                      Product::total(sums[g][t + 3]), scores + g * kMaxChunk + i + t);
     }
   }
 }
@@ -101,21 +108,21 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
 template <class T, class C, int G>
 void soften(const AttentionParams<T, C>& p, const Heads& heads, int64_t count, const float* key_scales,
             const float* value_scales) {
-  const int64_t padded_count = (count + kPair - 1) / kPair * kPair;  // <= kChunk
+  const int64_t padded_count = (count + kPair - 1) / kPair * kPair;  // <= kMaxChunk
   float* scores = heads.weights;
   Vec factors[G], bases[G], weight_sums[G];
   for (int g = 0; g < G; ++g) factors[g] = splat(p.scale * heads.factors[g]);
   for (int64_t i = 0; i < count; i += kWidth)
     for (int g = 0; g < G; ++g) {
-      Vec logits = mul(load(scores + g * kChunk + i), factors[g]);
+      Vec logits = mul(load(scores + g * kMaxChunk + i), factors[g]);
       if constexpr (is_quantised<C>) logits = mul(logits, load(key_scales + i));
       if (p.softcap > 0) logits = mul(tanh(div(logits, splat(p.softcap))), splat(p.softcap));
-      store(scores + g * kChunk + i, logits);
+      store(scores + g * kMaxChunk + i, logits);
     }
   for (int g = 0; g < G; ++g) {
-    for (int64_t i = count; i < padded_count; ++i) scores[g * kChunk + i] = -INFINITY;
+    for (int64_t i = count; i < padded_count; ++i) scores[g * kMaxChunk + i] = -INFINITY;
     Vec tops = splat(heads.tops[g]);
-    for (int64_t i = 0; i < count; i += kWidth) tops = maximum(load(scores + g * kChunk + i), tops);
+    for (int64_t i = 0; i < count; i += kWidth) tops = maximum(load(scores + g * kMaxChunk + i), tops);
     const float top = reduce_max(tops);
     const float base =
         top == -INFINITY ? 0.0f : top;        // every score overflowed: no weight, and -inf - -inf would be NaN
@@ -126,17 +133,17 @@ void soften(const AttentionParams<T, C>& p, const Heads& heads, int64_t count, c
   }
   for (int64_t i = 0; i < padded_count; i += kWidth)
     for (int g = 0; g < G; ++g) {
-      Vec weights = exp(sub(load(scores + g * kChunk + i), bases[g]));
+      Vec weights = exp(sub(load(scores + g * kMaxChunk + i), bases[g]));
       weight_sums[g] = add(weight_sums[g], weights);
       if constexpr (is_quantised<C>) weights = mul(weights, load(value_scales + i));
-      store(scores + g * kChunk + i, weights);
+      store(scores + g * kMaxChunk + i, weights);
     }
   for (int g = 0; g < G; ++g) {
     const float shrink = first_of(exp(splat(heads.shrinks[g])));
     heads.shrinks[g] = shrink;
     heads.totals[g] = heads.totals[g] * shrink + reduce_add(weight_sums[g]);
     heads.rounded_totals[g] *= shrink;
-    heads.value_factors[g] = ValueProduct<T, C>::prepare(scores + g * kChunk, padded_count, heads.rounded_totals[g]);
+    heads.value_factors[g] = ValueProduct<T, C>::prepare(scores + g * kMaxChunk, padded_count, heads.rounded_totals[g]);
   }
 }
 
@@ -166,7 +173,7 @@ KVPAGER_INLINE void add_tile(const Heads& heads, const Rows<C>& rows, int64_t d,
                               : Product::template load<true, kBoth>(row + c * kPair, second + c * kPair, kPair);
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        const Vec weight = Product::spread(heads.weights + g * kChunk, i);
+        const Vec weight = Product::spread(heads.weights + g * kMaxChunk, i);
         tile[0][g][c] = Product::add(tile[0][g][c], weight, values.first);
         tile[1][g][c] = Product::add(tile[1][g][c], weight, values.second);
       }
@@ -216,7 +223,7 @@ KVPAGER_INLINE void for_groups(const Heads& all, int64_t kv_head, int64_t group,
 template <class T, class C>
 void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chunk<C>& following, const Heads& all) {
   const int64_t K = p.pool.num_kv_heads, group = p.num_heads / K;
-  alignas(64) float key_scales[kChunk], value_scales[kChunk];
+  alignas(64) float key_scales[kMaxChunk], value_scales[kMaxChunk];
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     const bool last = kv_head + 1 == K;
     if constexpr (is_quantised<C>) {
@@ -261,7 +268,8 @@ void attend_span(const AttentionParams<T, C>& p, const Span& span, float* scratc
   using Values = ValueProduct<T, C>;
   const int64_t D = p.pool.head_dim, H = p.num_heads;
   const int64_t padded = (D + kPair - 1) / kPair * kPair;  // all within scratch_floats
-  float *queries = scratch, *sums = queries + H * padded, *weights = sums + H * padded, *numbers = weights + H * kChunk;
+  float *queries = scratch, *sums = queries + H * padded, *weights = sums + H * padded,
+        *numbers = weights + H * kMaxChunk;
   float *factors = numbers, *rounded_totals = factors + H, *shrinks = rounded_totals + H, *value_factors = shrinks + H;
   for (int64_t head = 0; head < H; ++head) {
     factors[head] = KeyProduct<T, C>::prepare(p.query.at(span.row, head), D, queries + head * padded);

@@ -9,25 +9,24 @@
 
 namespace kvpager::cpu::KVPAGER_ISA {
 
-constexpr int kChunk = kMaxChunk;  // positions at most; a multiple of kPair of every set
-constexpr int64_t kStreams = 4;    // parts of a chunk that rows are taken from in turns
-constexpr int64_t kAgain = 32;     // rows ahead that are asked for again
-constexpr int64_t kLine = 64;      // bytes
+constexpr int64_t kStreams = 4;  // parts of a chunk that rows are taken from in turns
+constexpr int64_t kAgain = 32;   // rows ahead that are asked for again
+constexpr int64_t kLine = 64;    // bytes
 
 // Positions of a chunk: a stream is one block, where that is not too short or too long.
 inline int64_t chunk_length(int64_t block_size) {
   const int64_t blocks = kStreams * block_size;
-  return blocks < kChunk / 2 ? kChunk / 2 : least(blocks, kChunk);
+  return blocks < kMaxChunk / 2 ? kMaxChunk / 2 : least(blocks, kMaxChunk);
 }
 
 // Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run is
 // a part of one block, in the order of positions: its scales lie slot_stride apart.
 template <class C>
 struct Chunk {
-  int64_t count = 0, num_runs = 0;  // positions, up to kChunk
-  const C *keys[kChunk], *values[kChunk];
-  int64_t run_starts[kChunk + 1];  // of a quantised cache: run r is run_starts[r] ... [r + 1] - 1
-  const float *key_scales[kChunk], *value_scales[kChunk];  // of each run's first position
+  int64_t count = 0, num_runs = 0;  // positions, up to kMaxChunk
+  const C *keys[kMaxChunk], *values[kMaxChunk];
+  int64_t run_starts[kMaxChunk + 1];  // of a quantised cache: run r is run_starts[r] ... [r + 1] - 1
+  const float *key_scales[kMaxChunk], *value_scales[kMaxChunk];  // of each run's first position
 };
 
 // [kStreams, quarter] in the order of positions -> woven [quarter, kStreams]; what is left over stays behind.
@@ -46,7 +45,7 @@ template <class T, class C>
 void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, int64_t length,
                Chunk<C>& chunk) {
   const int64_t S = p.pool.block_size;
-  const C *keys[kChunk], *values[kChunk];
+  const C *keys[kMaxChunk], *values[kMaxChunk];
   chunk.count = chunk.num_runs = 0;
   for (int64_t position = begin; position < end && chunk.count < length;) {
     // In bounds: position < length, so the driver has seen this column and found a block of the pool.
@@ -66,7 +65,7 @@ void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64
   if (chunk.count == 0) return;
   weave(keys, chunk.count, chunk.keys);
   weave(values, chunk.count, chunk.values);
-  for (int64_t i = chunk.count; i < kChunk; ++i) {
+  for (int64_t i = chunk.count; i < kMaxChunk; ++i) {
     chunk.keys[i] = chunk.keys[chunk.count - 1];
     chunk.values[i] = chunk.values[chunk.count - 1];
   }
@@ -76,7 +75,7 @@ void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64
 template <class C>
 void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<const float>& scales, int64_t kv_head,
                  float* woven) {
-  float target[kChunk];
+  float target[kMaxChunk];
   for (int64_t run = 0; run < chunk.num_runs; ++run) {
     const float* source = runs[run] + kv_head * scales.head_stride;
     const int64_t start = chunk.run_starts[run], stop = chunk.run_starts[run + 1];
@@ -87,7 +86,7 @@ void copy_scales(const Chunk<C>& chunk, const float* const* runs, const Scales<c
     }
   }
   weave(target, chunk.count, woven);
-  for (int64_t i = chunk.count; i < kChunk; ++i) woven[i] = 0;  // a NaN would spread over the chunk
+  for (int64_t i = chunk.count; i < kMaxChunk; ++i) woven[i] = 0;  // a NaN would spread over the chunk
 }
 
 // The rows of one kv head: those of head 0, `offset` elements on.

@@ -245,9 +245,11 @@ class PagedKVCache:
     def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
         """Caches and scales of a layer, as the ops are given them."""
         try:
-            return self._hnd_caches[layer], self._hnd_scales[layer]
+            if layer >= 0:
+                return self._hnd_caches[layer], self._hnd_scales[layer]
         except (IndexError, TypeError):
-            raise ArgumentError("layer", f"0 … {self.num_layers - 1}", repr(layer)) from None
+            pass
+        raise ArgumentError("layer", f"0 … {self.num_layers - 1}", repr(layer))
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""

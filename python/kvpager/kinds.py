@@ -1,5 +1,6 @@
-"""Whether a value that a caller brings is a number, or can be a seed. A leaf: imports nothing of kvpager."""
+"""Whether a value that a caller brings is a number or a list, or can be a seed. A leaf: imports nothing of kvpager."""
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -14,3 +15,8 @@ def is_whole(value: object) -> TypeGuard[int]:
 def is_real(value: object) -> bool:
     """Whether it is an int or a float, or numpy's of any width; a bool is none, NaN is one."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_list(value: object) -> bool:
+    """Whether it is a list or another sequence of things; a text is one thing."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -22,15 +22,18 @@ def write(caches, **changes):
     ops.write_kv(key_cache=caches[0], value_cache=caches[1], **arguments)
 
 
-def attend(caches, **changes):
-    arguments = {
+def one_query(caches):
+    return {
         "query": torch.ones(1, H, D),
         "key_cache": caches[0],
         "value_cache": caches[1],
         "block_tables": torch.tensor([[0, 1]], dtype=torch.int32),
         "seq_lens": torch.tensor([6], dtype=torch.int32),
     }
-    return ops.paged_attention(**{**arguments, **changes})
+
+
+def attend(caches, **changes):
+    return ops.paged_attention(**{**one_query(caches), **changes})
 
 
 @pytest.mark.parametrize("value", [None, 5, [0, 1, 2], "x"])
@@ -240,14 +243,7 @@ def test_helpers_name_what_does_not_fit(call, text):
     ],
 )
 def test_a_shared_prefix_names_what_does_not_fit(caches, argument, value, text):
-    arguments = {
-        "query": torch.ones(1, H, D),
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "block_tables": torch.tensor([[0, 1]], dtype=torch.int32),
-        "seq_lens": torch.tensor([6], dtype=torch.int32),
-        "prefix_len": 4,
-    }
+    arguments = {**one_query(caches), "prefix_len": 4}
     ops.shared_prefix_attention(**arguments)
     with pytest.raises(ArgumentError, match=re.escape(f"`{argument}`: wanted {text}")):
         ops.shared_prefix_attention(**{**arguments, argument: value})

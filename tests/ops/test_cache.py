@@ -156,7 +156,7 @@ def test_bad_shapes_and_pools_that_do_not_fit():
 def test_a_layer_or_a_target_that_is_none_is_named():
     cache = PagedKVCache(2, 4, 1, 4, 8)
     rows = torch.zeros(1, 1, 8)
-    for layer in (2, -3, None, "0", 2**70):
+    for layer in (2, -1, -3, None, "0", 2**70):
         with pytest.raises(ArgumentError, match="`layer`: wanted 0 … 1, got"):
             cache.write(layer, rows, rows, torch.tensor([0]))
     with pytest.raises(ArgumentError, match="`target`: wanted a `PagedKVCache`, got Tensor"):

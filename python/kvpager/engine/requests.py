@@ -10,6 +10,7 @@ from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvpager.errors import ArgumentError, SequenceTooLongError
+from kvpager.kinds import is_list
 from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed
 from kvpager.tokenizer import OutputText, Tokenizer
 
@@ -248,7 +249,7 @@ class RequestFactory:
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not _is_list(prompts):
+    if not is_list(prompts):
         wanted = "a text, a list of token ids, {`prompt_token_ids`: ids}, or a list of those"
         raise ArgumentError("prompts", wanted, type(prompts).__name__)
     if prompts and isinstance(prompts[0], int):
@@ -256,12 +257,8 @@ def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
 def _list_ids(index: int, token_ids: Sequence[int]) -> list[int]:
-    if not _is_list(token_ids):
+    if not is_list(token_ids):
         raise ArgumentError("prompts", "a text or a list of token ids", f"{type(token_ids).__name__} as prompt {index}")
     return list(token_ids)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpager.errors import ArgumentError
-from kvpager.kinds import MAX_SEED, is_real, is_whole
+from kvpager.kinds import MAX_SEED, is_list, is_real, is_whole
 
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -95,9 +95,9 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             self._check_kind(name, "True or False", lambda value: isinstance(value, bool))
         if not isinstance(self.stop, str):
-            self._check_kind("stop", "None, a text or a list of texts", _is_list)
-        self._check_kind("stop_token_ids", "None or a list of token ids", _is_list)
-        self._check_kind("allowed_token_ids", "None or a list of token ids", _is_list)
+            self._check_kind("stop", "None, a text or a list of texts", is_list)
+        self._check_kind("stop_token_ids", "None or a list of token ids", is_list)
+        self._check_kind("allowed_token_ids", "None or a list of token ids", is_list)
         self._check_kind("logit_bias", "None or a mapping", lambda value: isinstance(value, Mapping))
 
     def _check_kind(self, name: str, wanted: str, fits: Callable[[object], bool]) -> None:
@@ -155,7 +155,3 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether what was seen changes a score."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
