@@ -7,7 +7,15 @@ Nothing that changes the result is guessed: a key that is missing, or a value th
 
 from kvpager.config.engine import EngineConfig, cpu_features, default_dtype
 from kvpager.config.files import read_json
-from kvpager.config.model import DTYPES, FAMILIES, Llama3RopeScaling, ModelConfig, RopeFactors
+from kvpager.config.model import (
+    DTYPES,
+    FAMILIES,
+    Llama3RopeScaling,
+    ModelConfig,
+    RopeFactors,
+    architecture_of,
+    read_folder_config,
+)
 
 __all__ = [
     "DTYPES",
@@ -16,7 +24,9 @@ __all__ = [
     "Llama3RopeScaling",
     "ModelConfig",
     "RopeFactors",
+    "architecture_of",
     "cpu_features",
     "default_dtype",
+    "read_folder_config",
     "read_json",
 ]
