@@ -13,7 +13,8 @@ PACKAGE = ROOT / "python" / "kvpager"
 BELOW = {
     "errors": set(),
     "kinds": set(),
-    "config": {"errors", "kinds"},
+    "cache_dtypes": {"errors"},
+    "config": {"errors", "kinds", "cache_dtypes"},
     "_core": {"errors"},
     "block_manager": {"_core"},
     "decode_batch": {"block_manager", "kinds"},
@@ -21,7 +22,7 @@ BELOW = {
     "reference": {"errors"},
     "native_cache": {"errors"},
     "native": {"native_cache"},
-    "ops": {"native", "kinds"},
+    "ops": {"native", "kinds", "cache_dtypes"},
     "huge_pages": {"errors"},
     "cache": {"ops", "config", "huge_pages"},
     "models": {"cache"},

@@ -8,22 +8,19 @@ A quantised block holds its codes and, behind them, their scales, so that whatev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol, Self
+from typing import NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvpager import ops
+from kvpager.cache_dtypes import SCALE_BYTES, cache_dtype
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
 from kvpager.ops import backends
-from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES, check_factors, refuse, require_tensors
+from kvpager.ops.checks import QUANTISED_DTYPES, check_factors, refuse, require_tensors
 from kvpager.ops.layout import as_hnd, scales_as_hnd
-
-CacheDtype = torch.dtype | Literal["int8", "fp8_e4m3"]
-_NAMED_DTYPES: dict[object, torch.dtype] = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
-_SCALE_BYTES = 4  # a float32 for each row of K and of V
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +76,8 @@ class PagedKVCache:
         block_size: S, token positions of a block.
         head_dim: D.
         layout: axes of a layer's caches, "HND" = [N, K, S, D] or "NHD" = [N, S, K, D].
-        dtype: float32, float16, bfloat16 or float64; or quantised, "int8" or "fp8_e4m3" (torch.int8,
-            torch.float8_e4m3fn): then K and V of 32 or 16 bits are written, and read again, as codes with a scale for
-            each token and kv head.
+        dtype: of `kvpager.cache_dtypes`, by name or as a torch dtype. In one of codes, K and V of 32 or 16 bits are
+            written, and read again, as codes with a scale for each token and kv head.
         device: where the pool lies. On the CPU of Linux it asks for huge pages, which kernels read faster.
         block_major: keep a block's bytes of all layers together instead of a layer's blocks.
         attention_backend: who computes `attend`: "auto" or another name of `kvpager.ops.backends`.
@@ -109,7 +105,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         layout: ops.Layout = "HND",
-        dtype: CacheDtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
         attention_backend: str = "auto",
@@ -142,7 +138,7 @@ class PagedKVCache:
         scales = None
         if self.quantised:
             num_codes = num_kv_heads * block_size * head_dim
-            scales = by_layer[..., -num_kv_heads * block_size * _SCALE_BYTES :].view(torch.float32)
+            scales = by_layer[..., -num_kv_heads * block_size * SCALE_BYTES :].view(torch.float32)
             scales = torch.unflatten(scales, 3, inner)
             by_layer = torch.unflatten(by_layer[..., :num_codes].view(self.dtype), 3, (*inner, head_dim))
         self.key_cache: tuple[Tensor, ...] = tuple(layer[0] for layer in by_layer)
@@ -194,7 +190,7 @@ class PagedKVCache:
         num_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         layout: ops.Layout = "HND",
-        dtype: CacheDtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
         attention_backend: str = "auto",
@@ -234,7 +230,7 @@ class PagedKVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers, scales included."""
-        scales = _SCALE_BYTES if self.quantised else 0
+        scales = SCALE_BYTES if self.quantised else 0
         return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scales)
 
     @property
@@ -400,11 +396,9 @@ def _refuse_step(query: Tensor, metadata: AttentionMetadata) -> NoReturn:
     refuse("seq_lens", "[B] int32", metadata.seq_lens)
 
 
-def _checked_dtype(dtype: CacheDtype) -> torch.dtype:
-    known = _NAMED_DTYPES.get(dtype, dtype)
-    if not isinstance(known, torch.dtype) or known not in FLOAT_DTYPES | QUANTISED_DTYPES:
-        raise ConfigError(f"`dtype`: wanted float32, float16, bfloat16, float64, int8 or fp8_e4m3, got {dtype}")
-    return known
+def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found: torch.dtype = getattr(torch, cache_dtype(dtype).torch_name)
+    return found
 
 
 def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -412,7 +406,7 @@ def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch
     rows = num_kv_heads * block_size
     if dtype not in QUANTISED_DTYPES:
         return rows * head_dim * dtype.itemsize
-    return -(-rows * head_dim // _SCALE_BYTES) * _SCALE_BYTES + rows * _SCALE_BYTES
+    return -(-rows * head_dim // SCALE_BYTES) * SCALE_BYTES + rows * SCALE_BYTES
 
 
 def _check_sizes(**sizes: int) -> None:
