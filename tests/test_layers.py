@@ -1,4 +1,4 @@
-"""The direction of imports, docs/design.md §1: a module imports what its layer may reach, never upward."""
+"""The direction of imports, docs/design/layers.md: a module imports what its layer may reach, never upward."""
 
 import ast
 import tomllib
@@ -74,7 +74,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__
 def test_imports_point_downward(path: Path) -> None:
     module = ".".join(["kvpager", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
     layer = layer_of(module)
-    assert layer in BELOW, f"`{layer}` is no layer of docs/design.md §1"
+    assert layer in BELOW, f"`{layer}` is no layer of docs/design/layers.md"
     allowed = reachable(layer) | {layer}
     package = ".".join(["kvpager", *path.relative_to(PACKAGE).parent.parts])
     for imported in imports_of(path.read_text(), package):

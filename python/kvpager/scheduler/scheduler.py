@@ -12,7 +12,7 @@ The rules:
   two half computed prompts can't wait for each other's blocks. The watermark is waived while nobody runs.
 - If a step finds too few blocks, the running sequence of worst rank gives its own back and waits again with its rank.
 
-What that promises, with one priority (tests/engine/test_scheduler_properties.py):
+What that promises, with one priority (tests/scheduler/test_scheduler_properties.py):
 - Progress: the oldest unfinished sequence runs, is never preempted and advances by a token at least in every step. So
   each sequence ends within Σ (prompt + output tokens) steps over those that came up to it, whatever came after.
 - Order: nobody is preempted for a younger one, and nobody enters before an older one that waits.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from peers.process import Peer
 
-from data_plane.decode import DTYPES, HEAD_DIM, NUM_KV_HEADS, Pool, packed_sdpa
-from data_plane.machine import Machine
+from ops.decode import DTYPES, HEAD_DIM, NUM_KV_HEADS, Pool, packed_sdpa
+from ops.machine import Machine
 
 BATCH = 8
 # vLLM's op reads its fp8 caches in blocks of a multiple of 32 only, and has no int8 of one scale a token.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peers.process import Peer
 
-from generation.models import Prompts
+from engine.models import Prompts
 from kvpager import LLM, SamplingParams
 
 # Seconds of wall clock, prefill included, and the new tokens of each prompt.

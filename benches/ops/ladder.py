@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from data_plane.decode import HEAD_DIM, NUM_KV_HEADS, Pool, packed_sdpa
-from data_plane.machine import Machine
-from data_plane.timing import alternate, print_times
 from kvpager import ops
 from kvpager.ops import reference
+from ops.decode import HEAD_DIM, NUM_KV_HEADS, Pool, packed_sdpa
+from ops.machine import Machine
+from ops.timing import alternate, print_times
 
 Calls = dict[str, Callable[[], object]]
 BATCH, LENGTH, GROUP = 8, 2048, 2

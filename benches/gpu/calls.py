@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from device_plane.figures import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Shape, layers_for
+from gpu.figures import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Shape, layers_for
 from kvpager import PagedKVCache, ops
 from kvpager.ops import backends
 from kvpager.ops.backends import flash_attn

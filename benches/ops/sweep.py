@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data_plane.decode import Figure, Pool, against_roofline, macs
-from data_plane.machine import Machine
 from kvpager import KVBlockManager
+from ops.decode import Figure, Pool, against_roofline, macs
+from ops.machine import Machine
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_SEQUENCES, APPEND_FROM, APPEND_STEPS = 256, 512, 256

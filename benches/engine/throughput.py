@@ -9,9 +9,9 @@ from typing import Any
 from neighbours import Neighbours
 from torch import nn
 
-from generation.engines import Generate
-from generation.linear import linear_seconds
-from generation.models import make_prompts
+from engine.engines import Generate
+from engine.linear import linear_seconds
+from engine.models import make_prompts
 from kvpager import LLM
 
 

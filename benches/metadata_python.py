@@ -1,4 +1,4 @@
-"""What Python adds to the metadata plane: `python benches/metadata.py [--json] [--runs 9]`.
+"""What Python adds to the metadata plane: `python benches/metadata_python.py [--json] [--runs 9]`.
 
 The workloads of `benches/metadata` (256 sequences that append, prompts that are admitted, committed and released, a
 decode batch at 8k tokens) through `kvpager.KVBlockManager` and `kvpager.DecodeBatch`, beside the same on the Rust core

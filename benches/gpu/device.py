@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from device_plane.figures import copy_gbs
+from gpu.figures import copy_gbs
 
 COPY_BYTES = 2 << 30
 Call = Callable[[], object]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_plane.machine import Machine
 from kvpager import PagedKVCache, ops
 from kvpager.huge_pages import advise_huge_pages
+from ops.machine import Machine
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128
 DTYPES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "share_and_evict.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "share_and_evict.py"
 
 
 @cache

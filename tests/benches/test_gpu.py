@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHES = Path(__file__).resolve().parents[1] / "benches"
+BENCHES = Path(__file__).resolve().parents[2] / "benches"
 
 
 @pytest.fixture
 def figures(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHES))
-    from device_plane import figures
+    from gpu import figures
 
     return figures
 
@@ -22,7 +22,7 @@ def figures(monkeypatch):
 @pytest.fixture
 def steps(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHES))
-    from device_plane import steps
+    from gpu import steps
 
     return steps
 
@@ -107,7 +107,7 @@ def test_a_step_that_fails_is_shown(steps, capfd):
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_what_is_timed_computes_the_same(figures, monkeypatch, kv):
     """On the CPU, with short sequences."""
-    from device_plane import calls
+    from gpu import calls
 
     inputs = calls.Inputs(figures.Shape(2, 96, kv), device="cpu", layers=2)
     assert len(calls.ours(inputs)) == 2

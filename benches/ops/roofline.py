@@ -3,9 +3,9 @@
 import statistics
 from pathlib import Path
 
-from data_plane.decode import DTYPES, Figure, Pool, against_roofline, macs
-from data_plane.machine import Machine
 from kvpager import native
+from ops.decode import DTYPES, Figure, Pool, against_roofline, macs
+from ops.machine import Machine
 
 
 def roofline(machine: Machine, num_bytes: int, dtypes: list[str], threads: list[int], rounds: int) -> list[Figure]:

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from generation.models import make_shared_prompts
+from engine.models import make_shared_prompts
 from kvpager import LLM, SamplingParams
 
 NUM_PROMPTS, NUM_SHARED, NUM_OWN = 64, 1024, 32

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from generation.models import Prompts
+from engine.models import Prompts
 
 FEW_LAYERS = 4  # enough of them to be out of the caches; the others take as long
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-BENCHES = Path(__file__).parent.parent / "benches"
+BENCHES = Path(__file__).parents[2] / "benches"
 
 
 def load(name: str) -> ModuleType:
@@ -23,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 
 instructions = load("instructions")
-metadata = load("metadata")
+metadata = load("metadata_python")
 
 KEPT = {"toolchain": "rustc 1", "instructions_per_operation": {"append": 100.0, "release": 50.0}}
 

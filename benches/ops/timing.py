@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from data_plane.machine import Machine
+from ops.machine import Machine
 
 
 def alternate(

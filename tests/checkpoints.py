@@ -6,7 +6,7 @@ each layer's attention output (what goes into `o_proj`) of the last query.
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Lab:
-    """What the tests of this folder share; a fixture, as test files import nothing from each other."""
+    """Checkpoints, and our side of a comparison: the fixture `lab`, as test files import nothing from each other."""
 
     tmp_path_factory: pytest.TempPathFactory
 
@@ -148,20 +148,6 @@ class Lab:
         return [Trace(tuple(prompts[row]), tuple(forced[row]), by_step[:, row], by_layer[:, :, row]) for row in ids]
 
 
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(tmp_path_factory)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are too small to share out: a second thread would only wait for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def save_random_model(name: str, folder: Path) -> None:
     """Weights wide enough that logits are far from flat, and norms that are not all one."""
     family, H, K, head_dim, hidden_size, tied, _ = SHAPES[name]
@@ -234,8 +220,3 @@ def trace_transformers(model: Any, prompt: Sequence[int], tokens: Sequence[int])
     remove()
     attention = torch.stack([each[0, first:] for each in seen], dim=1)  # [steps, L, H · D]
     return Trace(tuple(prompt), tuple(tokens), out.logits[0, first:].float(), attention)
-
-
-@pytest.fixture(scope="session")
-def transformers_trace() -> Callable[..., Trace]:
-    return trace_transformers

@@ -1,12 +1,11 @@
 """Scheduler worlds: a manager of either implementation, a batch, and a stand-in for the model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import kvpager
 from kvpager import reference
@@ -167,12 +166,3 @@ class Worlds:
 @pytest.fixture(scope="session", params=IMPLEMENTATIONS)
 def worlds(request: pytest.FixtureRequest) -> Worlds:
     return Worlds(request.param)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are too small to share out: a second thread would only wait for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
