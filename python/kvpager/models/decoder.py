@@ -89,7 +89,14 @@ class Attention(nn.Module):
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
         q = inputs.cache.norm_turn_write(
-            self.layer, qkv, q_weight, k_weight, inputs.cos_sin, inputs.positions, inputs.metadata.slot_mapping, eps=self.eps
+            self.layer,
+            qkv,
+            q_weight,
+            k_weight,
+            inputs.cos_sin,
+            inputs.positions,
+            inputs.metadata.slot_mapping,
+            eps=self.eps,
         )  # [T, H, D]
         attended = inputs.cache.attend(self.layer, q, inputs.metadata)  # [T, H, D]
         out: Tensor = self.o_proj(attended.flatten(1))
@@ -127,7 +134,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, normed: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
-        """Compute the layer's MLP result [T, C] from `normed` [T, C]; attention's result is added to `residual` [T, C]."""
+        """Compute the MLP's result [T, C] from `normed` [T, C]; attention's result is added to `residual` [T, C]."""
         attended = self.self_attn(normed, inputs)
         out: Tensor = self.mlp(self.post_attention_layernorm(attended, residual))
         return out

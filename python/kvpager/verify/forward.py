@@ -1,4 +1,4 @@
-"""`forward_eager`: one whole step for sequences that are in no batch, so that tests and comparisons need no scheduler."""
+"""`forward_eager`: one whole step for sequences that are in no batch; comparisons need no scheduler for it."""
 
 from collections.abc import Sequence
 
