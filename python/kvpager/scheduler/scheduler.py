@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpager.errors import ConfigError, OutOfBlocksError, StateError
+from kvpager.config import check_step_tokens
+from kvpager.errors import OutOfBlocksError, StateError
 from kvpager.scheduler.admission import AdmissionGate
 from kvpager.scheduler.rows import RowFollower, Rows, StopTable
 from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
@@ -65,11 +66,7 @@ class Scheduler:
         watermark_blocks: int = 0,
         followers: Iterable[RowFollower] = (),
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigError(
-                f"`max_num_batched_tokens` is {max_num_batched_tokens}; it must be at least `max_num_seqs` "
-                f"{max_num_seqs}, so that all who decode get their token"
-            )
+        check_step_tokens(max_num_batched_tokens, max_num_seqs)
         self.manager = manager
         self.batch = batch
         self.max_num_seqs = max_num_seqs
