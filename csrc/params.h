@@ -1,7 +1,7 @@
 // What a kernel is given: raw pointers with element strides, free of any framework, for the CPU and CUDA alike.
 //
-// Letters as in docs/design.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block size,
-// M blocks per table row. The last dimension of every float tensor is contiguous. All offsets are 64-bit, since
+// Letters as in docs/design/words.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, S block
+// size, M blocks per table row. The last dimension of every float tensor is contiguous. All offsets are 64-bit, since
 // block * stride passes 2^31 on real pools. `at` is in bounds when its indices are below the sizes named beside it;
 // whoever calls it says why they are.
 #pragma once

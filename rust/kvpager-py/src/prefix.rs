@@ -1,6 +1,6 @@
 //! The methods of the class about cached prefixes: admission, pins, epochs.
 
-use kvpager_core::{BlockManager, Error};
+use kvpager_core::{AdmitOptions, BlockManager, Error};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -24,6 +24,8 @@ impl KVBlockManager {
     ///     `token_ids`: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
     ///         iterable of ints.
     ///     `num_new_tokens`: slots to reserve, at most; None: for all tokens that remain to be computed.
+    ///     `reserve_blocks`: blocks that must be left to hand out afterwards. Of this and `watermark_blocks` the larger
+    ///         one is kept back; unlike the watermark, it is kept back while no block is live, too.
     ///     salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
     ///     adapter: name of the adapter that computes; its K/V are found under this name only.
     ///     items: media in the prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that
@@ -44,8 +46,8 @@ impl KVBlockManager {
     ///
     /// Cost: O(P + T).
     #[pyo3(signature = (
-        sequence_id, token_ids, *, num_new_tokens = None, salt = None, adapter = None, items = None, resumed = false,
-        out = None,
+        sequence_id, token_ids, *, num_new_tokens = None, reserve_blocks = None, salt = None, adapter = None,
+        items = None, resumed = false, out = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
     fn admit<'py>(
@@ -54,6 +56,7 @@ impl KVBlockManager {
         sequence_id: &Bound<'py, PyAny>,
         token_ids: &Bound<'py, PyAny>,
         num_new_tokens: Option<&Bound<'py, PyAny>>,
+        reserve_blocks: Option<&Bound<'py, PyAny>>,
         salt: Option<&Bound<'py, PyAny>>,
         adapter: Option<&Bound<'py, PyAny>>,
         items: Option<&Bound<'py, PyAny>>,
@@ -62,8 +65,8 @@ impl KVBlockManager {
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = read_sequence_id(sequence_id)?;
         let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
-        let num_new_tokens = num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
-        let most = prompt.len().min(num_new_tokens.unwrap_or(u64::MAX));
+        let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
+        let most = prompt.len().min(options.num_new_tokens.unwrap_or(u64::MAX));
         // A prompt that is refused as too long gets no memory.
         let room = if most <= self.num_slots() { most } else { 0 };
         let memory = out.map_or_else(|| new_tensor(py, &[room], "int64", None), |out| Ok(out.clone()))?;
@@ -78,7 +81,7 @@ impl KVBlockManager {
                         return Err(target.too_small(wanted_of_out(rest.min(most))));
                     }
                 }
-                manager.admit(id, prompt, num_new_tokens, resumed, &mut slots)
+                manager.admit(id, prompt, &options, &mut slots)
             })
         })?;
         target.write(py, &slots);
@@ -89,7 +92,8 @@ impl KVBlockManager {
 
     /// Whether `admit` would succeed now; False only for want of blocks. Changes nothing. O(tokens).
     #[pyo3(signature = (
-        sequence_id, token_ids, *, num_new_tokens = None, salt = None, adapter = None, items = None, resumed = false,
+        sequence_id, token_ids, *, num_new_tokens = None, reserve_blocks = None, salt = None, adapter = None,
+        items = None, resumed = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
     fn can_admit(
@@ -98,18 +102,16 @@ impl KVBlockManager {
         sequence_id: &Bound<'_, PyAny>,
         token_ids: &Bound<'_, PyAny>,
         num_new_tokens: Option<&Bound<'_, PyAny>>,
+        reserve_blocks: Option<&Bound<'_, PyAny>>,
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = read_resumed)] resumed: bool,
     ) -> PyResult<bool> {
-        let _ = resumed; // the same arguments as `admit`; it makes no difference here
         let id = read_sequence_id(sequence_id)?;
         let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
-        let num_new_tokens = num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
-        self.call(py, prompt.len(), |manager| {
-            prompt.lend(|prompt| manager.can_admit(id, prompt, num_new_tokens))
-        })
+        let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
+        self.call(py, prompt.len(), |manager| prompt.lend(|prompt| manager.can_admit(id, prompt, &options)))
     }
 
     /// Leading tokens of a prompt that `admit` would find computed. Changes nothing, counts nothing. O(tokens).
@@ -182,6 +184,16 @@ fn answer(num_computed: u64, slots: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAn
         py.get_type::<PyTuple>().getattr(intern!(py, "__new__")).map(Bound::unbind)
     })?;
     new.bind(py).call1((class, (num_computed, slots)))
+}
+
+fn read_options(
+    num_new_tokens: Option<&Bound<'_, PyAny>>,
+    reserve_blocks: Option<&Bound<'_, PyAny>>,
+    resumed: bool,
+) -> PyResult<AdmitOptions> {
+    let num_new_tokens = num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
+    let reserve_blocks = reserve_blocks.map(|n| read_natural(n, "reserve_blocks", COUNT)).transpose()?;
+    Ok(AdmitOptions { num_new_tokens, reserve_blocks: reserve_blocks.unwrap_or(0), resumed })
 }
 
 fn read_resumed(value: &Bound<'_, PyAny>) -> PyResult<bool> {
