@@ -87,7 +87,7 @@ class Attention(nn.Module):
             projection(x, out=part)
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
-        q = step.cache.norm_turn_write(
+        q = step.cache.qk_norm_rope_write(
             self.layer, qkv, q_weight, k_weight, step.cos_sin, step.positions, step.metadata.slot_mapping, eps=self.eps
         )  # [T, H, D]
         attended = step.cache.attend(self.layer, q, step.metadata)  # [T, H, D]
