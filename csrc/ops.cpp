@@ -48,7 +48,7 @@ cpu::DecodeOptions decode_options(const Tensor& query, int64_t fixed_split, cons
   cpu::DecodeOptions options{};
   options.fixed_split = fixed_split;
   if (schedule) {
-    check_tensor("schedule", *schedule, ScalarType::Int, query, {-1});
+    check_tensor("split_plan", *schedule, ScalarType::Int, query, {-1});
     options.schedule = list_of<int32_t>(*schedule);
     options.schedule_size = schedule->size(0);
   }

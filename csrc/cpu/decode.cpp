@@ -61,7 +61,7 @@ template <class T, class C>
 std::vector<Cut> scheduled_cuts(const AttentionParams<T, C>& p, const DecodeOptions& options) {
   const auto& entries = options.schedule;
   const auto refuse = [](const std::string& got) {
-    fail_argument("schedule", "one that make_schedule made for these `seq_lens` and `fixed_split`", got);
+    fail_argument("split_plan", "one that make_split_plan made for these `seq_lens` and `fixed_split`", got);
   };
   const int64_t size = options.schedule_size;
   if (size < 6 || size % 2 != 0) refuse(std::to_string(size) + " entries");

@@ -44,9 +44,9 @@ void check_options(const Tensor& query, int64_t fixed_split, const std::optional
   if (fixed_split < 0 || fixed_split > INT32_MAX)
     fail_argument("fixed_split", "0 or more tokens", std::to_string(fixed_split));
   if (schedule) {
-    check_tensor("schedule", *schedule, ScalarType::Int, query, {-1});
+    check_tensor("split_plan", *schedule, ScalarType::Int, query, {-1});
     if (const int64_t size = schedule->size(0); size < 6 || size % 2 != 0)
-      fail_argument("schedule", "one that make_schedule made for these `seq_lens` and `fixed_split`",
+      fail_argument("split_plan", "one that make_split_plan made for these `seq_lens` and `fixed_split`",
                     std::to_string(size) + " entries");
   }
   if (workspace) {
@@ -63,7 +63,7 @@ Split split_of(const P& params, int64_t fixed_split, int64_t head_tiles, const s
   const int64_t blocks = multiprocessors * decode_blocks(params.pool.head_dim);
   split.num_parts = schedule ? (schedule->size(0) - 2) / 2 - 1 : std::max<int64_t>(1, blocks / head_tiles);
   if (split.num_parts > 65535)
-    fail_argument("schedule", "at most 65535 parts on CUDA", std::to_string(split.num_parts));
+    fail_argument("split_plan", "at most 65535 parts on CUDA", std::to_string(split.num_parts));
   if (fixed_split > 0) split.splits_per_row = (params.max_seq_len + fixed_split - 1) / fixed_split;
   split.num_slots = fixed_split > 0 ? params.num_sequences * split.splits_per_row : 2 * (split.num_parts - 1);
   return split;

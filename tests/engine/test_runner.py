@@ -156,30 +156,30 @@ def test_a_split_plan_is_made_once_a_step_for_all_layers(
     llm = make_llm()
     llm.runner.plans_splits, llm.runner.fixed_split, llm.runner.decode_sizes = True, fixed_split, sizes
     made, seen = [], []
-    make_schedule, paged_attention, forward = ops.make_schedule, ops.paged_attention, llm.runner.model.forward
+    make_split_plan, paged_attention, forward = ops.make_split_plan, ops.paged_attention, llm.runner.model.forward
 
     def watched_make(seq_lens: torch.Tensor, **options: Any) -> torch.Tensor:
-        made.append(make_schedule(seq_lens, **options))
+        made.append(make_split_plan(seq_lens, **options))
         return made[-1]
 
     def watched_attention(*inputs: Any, **options: Any) -> torch.Tensor:
-        seen.append((options["schedule"], options["workspace"]))
+        seen.append((options["split_plan"], options["workspace"]))
         return paged_attention(*inputs, **options)
 
     def watched_forward(input_ids: torch.Tensor, positions: torch.Tensor, cache: Any, metadata: Any) -> torch.Tensor:
         made_before, seen_before = len(made) - (metadata.max_query_len == 1), len(seen)
         hidden = forward(input_ids, positions, cache, metadata)
-        if metadata.max_query_len == 1 and metadata.schedule is not None:
+        if metadata.max_query_len == 1 and metadata.split_plan is not None:
             layers = seen[seen_before:]
             assert len(layers) == llm.model_config.num_hidden_layers
             assert len(made) == made_before + 1
             assert all(plan is made[-1] and room is metadata.workspace for plan, room in layers)
             assert (metadata.workspace == 0).all()
         else:
-            assert metadata.schedule is metadata.workspace is None
+            assert metadata.split_plan is metadata.workspace is None
         return hidden
 
-    monkeypatch.setattr(ops, "make_schedule", watched_make)
+    monkeypatch.setattr(ops, "make_split_plan", watched_make)
     monkeypatch.setattr(ops, "paged_attention", watched_attention)
     monkeypatch.setattr(llm.runner.model, "forward", watched_forward)
     assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected

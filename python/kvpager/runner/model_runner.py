@@ -20,6 +20,7 @@ from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.decode_batch import BatchBuffers, BatchStep
 from kvpager.models import Model
+from kvpager.ops.attention.split_plan import MIN_PART_TOKENS
 from kvpager.runner.graphs import Replay
 from kvpager.runner.step_tensors import StepTensors
 
@@ -127,10 +128,11 @@ class ModelRunner:
             len(seq_lens), H, cache.head_dim, max_seq_len=max_seq_len, fixed_split=self.fixed_split,
             num_kv_heads=cache.num_kv_heads, device=self.device,
         )  # fmt: skip
-        plan = ops.make_schedule(
-            seq_lens, block_size=cache.block_size, fixed_split=self.fixed_split, num_kv_heads=cache.num_kv_heads
-        )
-        return {"schedule": plan, "workspace": torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)}
+        plan = ops.make_split_plan(
+            seq_lens, block_size=cache.block_size, fixed_split=self.fixed_split, num_kv_heads=cache.num_kv_heads,
+            head_dim=cache.head_dim, min_part_tokens=MIN_PART_TOKENS,
+        )  # fmt: skip
+        return {"split_plan": plan, "workspace": torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)}
 
     def _padded(self, num_rows: int, room: int) -> int:
         place = bisect_left(self.decode_sizes, num_rows)

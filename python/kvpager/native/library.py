@@ -1,7 +1,7 @@
 """Finds and loads the native library (`_C.abi3.so`, built from csrc/), and says what became of it.
 
-The library lies beside this file, or in the cache of `kvpager build-cuda`, and only registers kernels for the ops of
-`kvpager.ops.schemas`. It is loaded once, when `kvpager.ops` is first imported. Without it everything works on the
+The library lies in the package, or in the cache of `kvpager build-cuda`, and only registers kernels for the ops of
+`kvpager.ops`. It is loaded once, when `kvpager.ops` is first imported. Without it everything works on the
 reference kernels, slowly; that is logged once, as a warning of the logger `kvpager`. `KVPAGER_NATIVE=0` asks for the
 reference kernels on purpose, `KVPAGER_NATIVE=1` for the packaged library whatever the cache holds, and
 `KVPAGER_NATIVE=<path>` for a library that lies elsewhere.
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from kvpager.errors import ConfigError
-from kvpager.native_cache import LIBRARY, compiled_library
+from kvpager.native.cache import LIBRARY, compiled_library
 
 logger = logging.getLogger("kvpager")
 
 _ASKED = os.environ.get("KVPAGER_NATIVE", "")
-LIBRARY_PATH = Path(__file__).with_name(LIBRARY) if _ASKED in ("", "0", "1") else Path(_ASKED).resolve()
+LIBRARY_PATH = Path(__file__).parents[1] / LIBRARY if _ASKED in ("", "0", "1") else Path(_ASKED).resolve()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`PagedKVCache`, the K/V of all layers of a model in one allocation, and `AttentionMetadata`, what a step needs.
+"""`PagedKVCache`: the K/V of all layers of a model in one allocation.
 
 The cache knows no sequence and hands out no block; it holds bytes, writes rows into slots and attends through tables.
 Two arrangements of the one allocation: layer-major [L, 2, N, block] (a layer's blocks lie together) and block-major
@@ -7,48 +7,21 @@ A quantised block holds its codes and, behind them, their scales, so that whatev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from kvpager import ops
+from kvpager.cache.metadata import AttentionMetadata, refuse_step
 from kvpager.cache_dtypes import SCALE_BYTES, cache_dtype
 from kvpager.config import CacheConfig, CacheShape, bytes_per_block
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
-from kvpager.ops import backends
-from kvpager.ops.checks import QUANTISED_DTYPES, check_factors, refuse, require_tensors
-from kvpager.ops.layout import as_hnd, scales_as_hnd
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionMetadata:
-    """What attention needs to know about one step, on the cache's device.
-
-    Attributes:
-        slot_mapping: slot_mapping [T] int64: where each new token's K/V go; −1 = nowhere.
-        block_tables: block_tables [B, M] int32, padded with −1.
-        seq_lens: seq_lens [B] int32: tokens of each sequence, those of this step included.
-        query_start_loc: query_start_loc [B + 1] int32: the new tokens of sequence b are rows [b] … [b + 1] − 1.
-        max_query_len: upper bound of the new tokens of a sequence.
-        max_seq_len: upper bound of `seq_lens`.
-        schedule: from `kvpager.ops.make_schedule`, for steps of one token a sequence; None lets the kernels cut.
-        workspace: uint8 of `kvpager.ops.workspace_bytes`, zeroed once; None lets the kernels find room.
-        fixed_split: see `kvpager.ops.paged_attention`.
-    """
-
-    slot_mapping: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    max_seq_len: int
-    schedule: Tensor | None = None
-    workspace: Tensor | None = None
-    fixed_split: int = 0
+from kvpager.ops.attention import backends
+from kvpager.ops.attention.options import ScoreKeywords
+from kvpager.ops.tensors import QUANTISED_DTYPES, as_hnd, require_tensors, scales_as_hnd
 
 
 class PagedKVCache:
@@ -65,7 +38,7 @@ class PagedKVCache:
             written, and read again, as codes with a scale for each token and kv head.
         device: where the pool lies. On the CPU of Linux it asks for huge pages, which kernels read faster.
         block_major: keep a block's bytes of all layers together instead of a layer's blocks.
-        attention_backend: who computes `attend`: "auto" or another name of `kvpager.ops.backends`.
+        attention_backend: who computes `attend`: "auto" or another name of `kvpager.ops.attention.backends`.
 
     Attributes:
         storage: the allocation: [L, 2, N, …] or, block-major, [N, L, 2, …]; of a quantised cache uint8
@@ -226,7 +199,7 @@ class PagedKVCache:
         caches, (key_scale, value_scale) = self._layer(layer)
         ops.write_kv(key, value, *caches, slot_mapping, key_scale=key_scale, value_scale=value_scale)
 
-    def norm_turn_write(
+    def qk_norm_rope_write(
         self,
         layer: int,
         qkv: Tensor,
@@ -264,11 +237,7 @@ class PagedKVCache:
         layer: int,
         query: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float | None = None,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        **options: Unpack[ScoreKeywords],
     ) -> Tensor:
         """Attention of a step's queries over one layer's cache; the step's K/V must have been written.
 
@@ -279,10 +248,7 @@ class PagedKVCache:
             layer: the layer, from 0.
             query: query [T, H, D] of the cache's dtype; float32, float16 or bfloat16 for a quantised cache.
             metadata: the step's tables and lengths.
-            scale: factor of the scores; 1 / √D if None.
-            window: positions a query sees, itself included; 0 = all.
-            softcap: bend of the scores; 0 = none.
-            sinks: sinks [H].
+            options: scale, window, softcap, sinks; see `kvpager.ops.attention.options.AttentionOptions`.
 
         Returns:
             out [T, H, D].
@@ -292,56 +258,39 @@ class PagedKVCache:
             tables, lengths = metadata.block_tables, metadata.seq_lens
             is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
         except (AttributeError, IndexError, TypeError):
-            _refuse_step(query, metadata)
+            refuse_step(query, metadata)
         if self.attention_backend not in ("auto", "native"):
-            require_tensors(query=query, block_tables=tables, seq_lens=lengths)
-            if not is_decode:
-                require_tensors(query_start_loc=metadata.query_start_loc)
-            check_factors(scale, softcap, query.dtype)
-            run = self._planner.plan(
-                metadata, query, key_cache, block_tables=tables, seq_lens=lengths,
-                query_start_loc=None if is_decode else metadata.query_start_loc, scale=scale,
-                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, window=window,
-                softcap=softcap, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
-                fixed_split=metadata.fixed_split,
-            )  # fmt: skip
-            out = query.new_empty(query.shape)
-            run(query, key_cache, value_cache, out, None)
-            return out
+            return self._attend_planned(layer, query, metadata, is_decode, options)
         if is_decode:
             return ops.paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                tables,
-                lengths,
-                scale=scale,
-                max_seq_len=metadata.max_seq_len,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                fixed_split=metadata.fixed_split,
-                schedule=metadata.schedule,
-                workspace=metadata.workspace,
-                key_scale=key_scale,
-                value_scale=value_scale,
-            )
+                query, key_cache, value_cache, tables, lengths, max_seq_len=metadata.max_seq_len,
+                fixed_split=metadata.fixed_split, split_plan=metadata.split_plan, workspace=metadata.workspace,
+                key_scale=key_scale, value_scale=value_scale, **options,
+            )  # fmt: skip
         return ops.paged_prefill(
-            query,
-            key_cache,
-            value_cache,
-            tables,
-            metadata.query_start_loc,
-            lengths,
-            scale=scale,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
+            query, key_cache, value_cache, tables, metadata.query_start_loc, lengths,
+            max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len,
+            key_scale=key_scale, value_scale=value_scale, **options,
+        )  # fmt: skip
+
+    def _attend_planned(
+        self, layer: int, query: Tensor, metadata: AttentionMetadata, is_decode: bool, options: ScoreKeywords
+    ) -> Tensor:
+        """By a backend that plans a step once for all its layers."""
+        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
+        lengths = {"seq_lens": metadata.seq_lens}
+        if not is_decode:
+            lengths = {"query_start_loc": metadata.query_start_loc, **lengths}
+        require_tensors(query=query, block_tables=metadata.block_tables, **lengths)
+        tables = (metadata.block_tables, *lengths.values())
+        keywords: dict[str, Any] = {
+            **options, "max_query_len": metadata.max_query_len, "max_seq_len": metadata.max_seq_len,
+            "fixed_split": metadata.fixed_split, "key_scale": key_scale, "value_scale": value_scale,
+        }  # fmt: skip
+        run = self._planner.plan(metadata, query, (key_cache, value_cache), tables, keywords)
+        out = query.new_empty(query.shape)
+        run(query, key_cache, value_cache, out, None)
+        return out
 
     def copy_blocks(self, pairs: Tensor | Sequence[tuple[int, int]]) -> None:
         """Copy blocks through all layers, (source, destination) each; see `kvpager.ops.copy_blocks`."""
@@ -358,16 +307,6 @@ class PagedKVCache:
         if not isinstance(target, PagedKVCache):
             raise ArgumentError("target", "a `PagedKVCache`", type(target).__name__)
         ops.swap_blocks([self._by_block], [target._by_block], pairs)
-
-
-def _refuse_step(query: Tensor, metadata: AttentionMetadata) -> NoReturn:
-    """Says why no kind of attention could be told for a step."""
-    if not isinstance(metadata, AttentionMetadata):
-        raise ArgumentError("metadata", "an `AttentionMetadata`", type(metadata).__name__)
-    require_tensors(query=query, seq_lens=metadata.seq_lens)
-    if query.dim() != 3:
-        refuse("query", "[T, H, D]", query)
-    refuse("seq_lens", "[B] int32", metadata.seq_lens)
 
 
 def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:

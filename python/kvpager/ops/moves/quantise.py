@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpager.cache_dtypes import CACHE_DTYPES, one_of
 from kvpager.errors import ArgumentError
-from kvpager.ops.checks import refuse, require_tensors
+from kvpager.ops.tensors import refuse, require_tensors
 
 LARGEST_CODE = {getattr(torch, dtype.torch_name): dtype.largest_code for dtype in CACHE_DTYPES if dtype.largest_code}
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpager.ops.backends.call import AttentionCall, Run
+from kvpager.ops.attention.backends.call import AttentionCall, Run
 
+OPTIONS = frozenset({"scale", "window", "softcap"})
 MAX_HEAD_DIM = 256
 BLOCK_MULTIPLE_2 = 256  # version 2
 
@@ -28,7 +29,7 @@ def missing() -> str | None:
 
 def refusal(call: AttentionCall) -> str | None:
     """What of the call it can't take; None if it takes all."""
-    if (common := call.common_refusal()) is not None:
+    if (common := call.refusal(OPTIONS)) is not None:
         return common
     if call.head_dim > MAX_HEAD_DIM or call.head_dim % 8:
         return f"a head dim of {call.head_dim} (it has multiples of 8 up to {MAX_HEAD_DIM})"
@@ -43,8 +44,8 @@ def plan(call: AttentionCall) -> Run:
     # Entries past a sequence's end may be anything; they are not used, but must not be fetched from nowhere.
     tables = call.block_tables.clamp(min=0)
     options: dict[str, Any] = {
-        "softmax_scale": call.scale, "causal": True, "softcap": call.softcap,
-        "window_size": (call.window_left, 0 if call.window else -1),
+        "softmax_scale": call.options.scale, "causal": True, "softcap": call.options.softcap,
+        "window_size": (call.window_left, 0 if call.options.window else -1),
     }  # fmt: skip
 
     def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, lse: Tensor | None) -> None:

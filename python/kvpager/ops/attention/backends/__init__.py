@@ -8,6 +8,7 @@ The two packages are handed HND or NHD caches as they are (views), float16 or bf
 table entry or length: what kvpager's kernels refuse is undefined there.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args
 
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.native import native_status
-from kvpager.ops import reference
-from kvpager.ops.backends.call import AttentionCall, Run
+from kvpager.ops.attention import reference
+from kvpager.ops.attention.backends.call import AttentionCall, Run
+from kvpager.ops.attention.checks import check_attention
+from kvpager.ops.attention.options import same
+from kvpager.ops.attention.results import store
 
 Backend = Literal["auto", "native", "flashinfer", "flash_attn", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -51,29 +55,24 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"`attention_backend` is {name}, which can't be used: {reason}")
 
 
-def chosen(name: str, query: Tensor, key_cache: Tensor, **given: Any) -> Run | None:
-    """`planned` for query [T, H, D], key_cache [N, K, S, D] and an op's other arguments, whose bounds may be None."""
-    if name == "auto" and native_status().cuda_kernels:
-        return None
-    if given["max_query_len"] is None:
-        given["max_query_len"] = query.shape[0]
-    if given["max_seq_len"] is None:
-        given["max_seq_len"] = given["block_tables"].shape[1] * key_cache.shape[2]
-    return planned(name, AttentionCall.of(query, key_cache, **given))
-
-
-def planned(name: str, call: AttentionCall) -> Run | None:
+def planned(
+    name: str, query: Tensor, key_cache: Tensor, tables: tuple[Tensor, ...], keywords: Mapping[str, Any]
+) -> Run | None:
     """How a backend runs calls of these lengths and tables; None: by the registered op, kvpager's own.
 
     Args:
         name: one of `BACKENDS`.
-        call: tables, lengths, options and sizes.
+        query: query [T, H, D].
+        key_cache: key_cache [N, K, S, D].
+        tables: block_tables and seq_lens, of a prefill with query_start_loc between them.
+        keywords: bounds and options of the op.
 
     Raises:
         ArgumentError: no such backend, it is not installed, or it can't take this call: then it says what.
     """
     if name not in BACKENDS:
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", name)
+    call = AttentionCall.of(query, key_cache, tables, keywords)
     if name == "auto":
         return _automatic(call)
     if (reason := _missing(name)) is not None:
@@ -101,27 +100,32 @@ class Planner:
         self._wanted: tuple[object, ...] = ()
         self._run: Run | None = None
 
-    def plan(self, step: object, query: Tensor, key_cache: Tensor, **given: Any) -> Run:
+    def plan(
+        self,
+        step: object,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        tables: tuple[Tensor, ...],
+        keywords: dict[str, Any],
+    ) -> Run:
         """How to run one layer of a step.
 
         Args:
             step: what names the step: a plan is used again for the same object only, whatever its tensors hold.
-            query, key_cache, given: as for `chosen`.
+            query, tables, keywords: as for `planned`.
+            caches: key_cache and value_cache of the layer.
 
         Raises:
-            ArgumentError: as `planned` does.
+            ArgumentError: shapes, dtypes, devices or options do not fit, and as `planned` does.
         """
-        wanted = (query.shape, query.dtype, *given.values())
-        is_new = step is not self._step or not all(map(_same, wanted, self._wanted))
-        if self._run is None or is_new:
-            self._run = chosen(self._name, query, key_cache, **given)
+        wanted = (query.shape, query.dtype, *tables, *keywords.items())
+        is_same = len(wanted) == len(self._wanted) and all(map(same, wanted, self._wanted))
+        if self._run is None or step is not self._step or not is_same:
+            check_attention(None, None, query, *caches, *tables, **keywords)
+            self._run = planned(self._name, query, caches[0], tables, keywords)
             self._step, self._wanted = step, wanted
         assert self._run is not None
         return self._run
-
-
-def _same(one: object, two: object) -> bool:
-    return one is two or (not isinstance(one, Tensor) and one == two)
 
 
 def _automatic(call: AttentionCall) -> Run | None:
@@ -134,7 +138,7 @@ def _automatic(call: AttentionCall) -> Run | None:
 
 
 def _adapter(name: str) -> _Adapter:
-    module: _Adapter = import_module(f"kvpager.ops.backends.{name}")  # type: ignore[assignment]  # its functions
+    module: _Adapter = import_module(f"kvpager.ops.attention.backends.{name}")  # type: ignore[assignment]  # its functions
     return module
 
 
@@ -145,20 +149,15 @@ def _missing(name: str) -> str | None:
 
 
 def _reference(call: AttentionCall) -> Run:
-    options: dict[str, Any] = {
-        "scale": call.scale, "max_seq_len": call.max_seq_len, "window": call.window, "softcap": call.softcap,
-        "sinks": call.sinks, "key_scale": call.key_scale, "value_scale": call.value_scale,
-    }  # fmt: skip
-    starts, lengths = call.query_start_loc, call.seq_lens
+    tables: tuple[Tensor, ...] = (call.block_tables, call.seq_lens)
+    keywords: dict[str, Any] = {**call.options._asdict(), "max_seq_len": call.max_seq_len}
+    attend: Callable[..., tuple[Tensor, Tensor]] = reference.paged_attention
+    if call.query_start_loc is not None:
+        tables = (call.block_tables, call.query_start_loc, call.seq_lens)
+        keywords["max_query_len"] = call.max_query_len
+        attend = reference.paged_prefill
 
     def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        inputs = (query, key_cache, value_cache, call.block_tables)
-        if starts is None:
-            found = reference.paged_attention(*inputs, lengths, **options)
-        else:
-            found = reference.paged_prefill(*inputs, starts, lengths, max_query_len=call.max_query_len, **options)
-        out.copy_(found[0])
-        if lse is not None:
-            lse.copy_(found[1])
+        store(out, lse, attend(query, key_cache, value_cache, *tables, **keywords))
 
     return run

@@ -4,19 +4,22 @@ Cascade attention: all queries of the batch attend to the shared prefix as rows 
 to its own suffix, and the two results are merged by log-sum-exp. The idea is that of Hydragen (arXiv:2402.05099).
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
 from kvpager.kinds import is_whole
-from kvpager.ops import checks
-from kvpager.ops.attention import merge_attention, paged_attention, paged_prefill
-from kvpager.ops.layout import Layout, as_hnd, scales_as_hnd
+from kvpager.ops.attention.merge import merge_attention
+from kvpager.ops.attention.options import AttentionKeywords, AttentionOptions
+from kvpager.ops.attention.paged import paged_attention_lse, paged_prefill_lse
+from kvpager.ops.attention.results import with_lse
+from kvpager.ops.tensors import Layout, as_hnd, check_caches, refuse, require_tensors, scales_as_hnd
+
+SUPPORTED = frozenset({"scale", "softcap", "sinks", "key_scale", "value_scale"})  # a window has no shared prefix
 
 
-@overload
 def shared_prefix_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -26,49 +29,10 @@ def shared_prefix_attention(
     prefix_len: int,
     *,
     query_start_loc: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     layout: Layout = "HND",
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def shared_prefix_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    prefix_len: int,
-    *,
-    query_start_loc: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    layout: Layout = "HND",
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-def shared_prefix_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    prefix_len: int,
-    *,
-    query_start_loc: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    layout: Layout = "HND",
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    lse: Tensor | None = None,
+    **keywords: Unpack[AttentionKeywords],
+) -> Tensor:
     """What `paged_attention` (or, with `query_start_loc`, `paged_prefill`) gives for sequences with a common prefix.
 
     Args:
@@ -80,47 +44,51 @@ def shared_prefix_attention(
         seq_lens: seq_lens [B] int32, the prefix included. Every sequence's queries lie behind the prefix.
         prefix_len: tokens that all sequences share, a multiple of S; 0 = none.
         query_start_loc: query_start_loc [B + 1] int32, as in `paged_prefill`; None = one query a sequence.
-        scale: factor of the scores; 1 / √D if None.
-        softcap: as in `paged_attention`.
-        sinks: as in `paged_attention`.
-        key_scale: as in `paged_attention`.
-        value_scale: as in `paged_attention`.
         layout: axes of the caches (and of scales with three dimensions).
-        return_lse: return lse too.
+        lse: lse [T, H] to write into.
+        keywords: scale, softcap, sinks and the scales of `AttentionOptions`.
 
     Returns:
-        out [T, H, D], or (out, lse [T, H]).
+        out [T, H, D]. `shared_prefix_attention_lse` returns (out, lse).
 
     Raises:
-        ArgumentError: a prefix that is no whole number of shared blocks, or anything the two ops refuse.
+        ArgumentError: a prefix that is no whole number of shared blocks, another option, or anything the ops refuse.
         SlotError: a table entry that is read names no block.
 
     O(T · prefix_len · H · D + what the ops cost on the suffixes) arithmetic; the prefix's K and V are read once for
     some 200 rows of T · H / K. It pays when the prefix is long against the suffixes and several sequences share it.
     """
-    checks.require_tensors(
+    require_tensors(
         query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables, seq_lens=seq_lens
     )
     for argument, tensor, shape in (
         ("query", query, ("T", "H", "D")), ("block_tables", block_tables, ("B", "M")), ("seq_lens", seq_lens, ("B",)),
     ):  # fmt: skip
         if tensor.dim() != len(shape):
-            checks.refuse(argument, f"[{', '.join(shape)}]", tensor)
+            refuse(argument, f"[{', '.join(shape)}]", tensor)
     caches = as_hnd(key_cache, value_cache, layout)
-    checks.check_caches(*caches)
-    key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
-    options = {"scale": scale, "softcap": softcap, "key_scale": key_scale, "value_scale": value_scale}
+    check_caches(*caches)
+    if (unsupported := AttentionOptions.of(keywords).unsupported(SUPPORTED)) is not None:
+        raise ArgumentError(unsupported, "none beside a shared prefix", keywords.get(unsupported))
+    options: dict[str, Any] = dict(keywords)
+    options["key_scale"], options["value_scale"] = scales_as_hnd(
+        options.get("key_scale"), options.get("value_scale"), layout
+    )
     if block_tables.shape[0] == 0:
         prefix_len = 0
     shared = _check_prefix(block_tables, prefix_len, caches[0].shape[2])
     out, lse = _attend(
-        query, caches, block_tables[:, shared:], query_start_loc, seq_lens - prefix_len, {**options, "sinks": sinks}
+        query, caches, block_tables[:, shared:], query_start_loc, seq_lens - prefix_len, {**options, "lse": lse}
     )
     if prefix_len > 0:
         rows = len(query) if query_start_loc is None else int(query_start_loc[-1])  # rows past them see nothing
+        options["sinks"] = None  # they belong into one of the parts
         prefix = _attend_prefix(query[:rows], caches, block_tables[:1, :shared], prefix_len, options)
         merge_attention(*prefix, out[:rows], lse[:rows], out=out[:rows], lse=lse[:rows])
-    return (out, lse) if return_lse else out
+    return out
+
+
+shared_prefix_attention_lse = with_lse(shared_prefix_attention)
 
 
 def _check_prefix(block_tables: Tensor, prefix_len: int, block_size: int) -> int:
@@ -148,8 +116,8 @@ def _attend(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     if query_start_loc is None:
-        return paged_attention(query, *caches, block_tables, seq_lens, return_lse=True, **options)
-    return paged_prefill(query, *caches, block_tables, query_start_loc, seq_lens, return_lse=True, **options)
+        return paged_attention_lse(query, *caches, block_tables, seq_lens, **options)
+    return paged_prefill_lse(query, *caches, block_tables, query_start_loc, seq_lens, **options)
 
 
 def _attend_prefix(

@@ -17,7 +17,7 @@ from types import ModuleType
 from kvpager.errors import ConfigError
 
 LIBRARY = "_C.abi3.so"
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _BUILDER = Path("build_backend") / "native_build.py"
 
 

@@ -1,10 +1,13 @@
 """What a hand-off knows of a call before it sees a layer's tensors, and what it owes rows that see nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from kvpager.ops.attention.options import AttentionOptions
 
 HANDED_OFF_DTYPES = (torch.float16, torch.bfloat16)
 HANDED_OFF_DEVICE = "cuda"
@@ -20,8 +23,8 @@ class AttentionCall:
         query_start_loc: [B + 1] int32 of a prefill; None: one query a sequence.
         num_tokens, num_heads, num_kv_heads, head_dim, block_size: T, H, K, D, S.
         query_dtype, cache_dtype, device: of the tensors.
-        scale, max_query_len, max_seq_len, window, softcap, sinks, key_scale, value_scale: as in `kvpager.ops`.
-        fixed_split: as in `kvpager.ops.paged_attention`.
+        max_query_len, max_seq_len, fixed_split: as in `kvpager.ops`.
+        options: the options of attention, with a scale.
     """
 
     block_tables: Tensor
@@ -35,46 +38,46 @@ class AttentionCall:
     query_dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
-    scale: float
     max_query_len: int
     max_seq_len: int
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
+    options: AttentionOptions
     fixed_split: int = 0
 
     @classmethod
-    def of(cls, query: Tensor, key_cache: Tensor, **given: Any) -> Self:
-        """Sizes, dtypes and device are those of query [T, H, D] and key_cache [N, K, S, D]; scale None is 1 / √D."""
+    def of(cls, query: Tensor, key_cache: Tensor, tables: tuple[Tensor, ...], keywords: Mapping[str, Any]) -> Self:
+        """The call of an op with its bounds filled in: query [T, H, D], key_cache [N, K, S, D], and its keywords.
+
+        `tables` are block_tables and seq_lens, of a prefill with query_start_loc between them.
+        """
         T, H, D = query.shape
         _, K, S, _ = key_cache.shape
-        if given.get("scale") is None:
-            given["scale"] = D**-0.5
+        block_tables, *starts, seq_lens = tables
+        options = AttentionOptions.of(keywords)
+        if options.scale is None:
+            options = options._replace(scale=D**-0.5)
         return cls(
-            num_tokens=T, num_heads=H, num_kv_heads=K, head_dim=D, block_size=S, query_dtype=query.dtype,
-            cache_dtype=key_cache.dtype, device=query.device, **given,
+            block_tables=block_tables, seq_lens=seq_lens, query_start_loc=starts[0] if starts else None, num_tokens=T,
+            num_heads=H, num_kv_heads=K, head_dim=D, block_size=S, query_dtype=query.dtype,
+            cache_dtype=key_cache.dtype, device=query.device, max_query_len=keywords.get("max_query_len", 1),
+            max_seq_len=keywords["max_seq_len"], options=options, fixed_split=keywords.get("fixed_split", 0),
         )  # fmt: skip
 
     @property
     def window_left(self) -> int:
         """Positions before its own that a query sees; −1: all."""
-        return self.window - 1 if self.window else -1
+        return self.options.window - 1 if self.options.window else -1
 
-    def common_refusal(self) -> str | None:
-        """What neither FlashInfer nor flash-attn takes."""
+    def refusal(self, supported: frozenset[str]) -> str | None:
+        """What no package that kvpager hands off to takes, or the first option that is not among the supported."""
         if self.device.type != HANDED_OFF_DEVICE:
             return f"tensors on {self.device.type}"
         if self.cache_dtype != self.query_dtype:
             return f"a cache of {self.cache_dtype} codes with scales"
         if self.query_dtype not in HANDED_OFF_DTYPES:
             return str(self.query_dtype)
-        if self.sinks is not None:
-            return "sinks"
         if self.fixed_split:
             return "a fixed split"
-        return None
+        return self.options.unsupported(supported)
 
     def clear_empty(self, out: Tensor, lse: Tensor | None) -> None:
         """Zeros, and lse −inf, for rows that see nothing: the packages leave there what they like. out [T, H, D]."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpager.ops.backends.call import AttentionCall, Run
+from kvpager.ops.attention.backends.call import AttentionCall, Run
 
+OPTIONS = frozenset({"scale", "window", "softcap"})
 HEAD_DIMS = (64, 128, 256)  # what its paged kernels are generated for
 WORKSPACE_BYTES = 128 << 20  # what its documentation asks for
 
@@ -30,7 +31,7 @@ def missing() -> str | None:
 
 def refusal(call: AttentionCall) -> str | None:
     """What of the call it can't take; None if it takes all."""
-    if (common := call.common_refusal()) is not None:
+    if (common := call.refusal(OPTIONS)) is not None:
         return common
     if call.head_dim not in HEAD_DIMS:
         return f"a head dim of {call.head_dim} (it has {', '.join(map(str, HEAD_DIMS))})"
@@ -90,7 +91,7 @@ class _SharedWrapper:
 
     def plan(self, call: AttentionCall, pages: tuple[Tensor, Tensor, Tensor]) -> None:
         options = {
-            "window_left": call.window_left, "logits_soft_cap": call.softcap, "sm_scale": call.scale,
+            "window_left": call.window_left, "logits_soft_cap": call.options.softcap, "sm_scale": call.options.scale,
             "q_data_type": call.query_dtype, "kv_data_type": call.cache_dtype,
         }  # fmt: skip
         sizes = (call.num_heads, call.num_kv_heads, call.head_dim, call.block_size)
