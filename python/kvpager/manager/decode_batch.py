@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from kvpager.block_manager import KVBlockManager
+    from kvpager.manager.block_manager import KVBlockManager
 
 _Memory = TypeVar("_Memory", bound="torch.Tensor | Buffer")
 
