@@ -2,7 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "../../numbers.h"
+#include "../../types.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 

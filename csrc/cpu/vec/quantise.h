@@ -7,9 +7,6 @@
 
 namespace kvpager::cpu::KVPAGER_ISA {
 
-template <class C>
-constexpr float kLargestCode = std::is_same_v<C, int8_code> ? 127.0f : 448.0f;
-
 KVPAGER_INLINE Vec load_up_to_width(const float* source, int64_t count) {
   return count < kWidth ? load_partial(source, count) : load(source);
 }
@@ -40,10 +37,10 @@ float quantise_row(const float* row, int64_t head_dim, C* codes) {
     memset(codes, 0, head_dim);
     return __builtin_nanf("");
   }
-  const float top = reduce_max(tops), least_top = kLargestCode<C> * FLT_MIN;
+  const float top = reduce_max(tops), least_top = CodeTraits<C>::kLargest * FLT_MIN;
   const float bounded = top > least_top ? top : least_top;
-  store_codes(row, head_dim, kLargestCode<C> / bounded, codes);
-  return bounded / kLargestCode<C>;
+  store_codes(row, head_dim, CodeTraits<C>::kLargest / bounded, codes);
+  return bounded / CodeTraits<C>::kLargest;
 }
 
 }  // namespace kvpager::cpu::KVPAGER_ISA
