@@ -1,9 +1,9 @@
 // The types of elements: the one list of them, what is true of each, and their conversions to float and back.
 //
 // "Numbers" are float, float16, bfloat16 and double; "codes" are the one-byte elements of a quantised cache, where the
-// number is code * scale. The same source serves the host compiler, nvcc and the emulator, and knows no framework. A new
-// type of codes is a struct, a line in the list, its traits, `widen` and `narrow` here; whatever is missing does not
-// compile.
+// number is code * scale. The same source serves the host compiler, nvcc and the emulator, and knows no framework. A
+// new type of codes is a struct, a line in the list, its traits, `widen` and `narrow` here; whatever is missing does
+// not compile.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// From tensors to what the attention kernels are given. The signatures of the attention ops stand here once, for the CPU
-// and CUDA: a further option is a further member of AttentionArguments and AttentionOptions.
+// From tensors to what the attention kernels are given. The signatures of the attention ops stand here once, for the
+// CPU and CUDA: a further option is a further member of AttentionArguments and AttentionOptions.
 #pragma once
 #include <limits>
 

@@ -10,8 +10,9 @@ struct ScorePlace {
 };
 
 // How the product of a query and a key becomes a logit, and which positions a query sees. A: type of the arithmetic.
-// The plain kernels take `logit` as it stands. The others do the same on vectors and fragments, each in one function:
-// `soften` and `weigh` on the CPU, `finish_scores` and `finish_scores` of a lane on CUDA.
+// The plain kernels call `logit`. The others do the same on vectors and fragments, each in one place: `soften` and
+// `weigh` of the CPU kernels (cpu/decode, cpu/prefill), `finish_scores` of the CUDA kernels (cuda/decode/tile.cuh,
+// cuda/prefill/lane.cuh).
 template <class A>
 struct AttentionOptions {
   A scale;

@@ -1,9 +1,9 @@
 // The split plan of decode attention: where a batch is cut into parts, as the kernels of the CPU and CUDA read it.
 //
 // A batch is one line of visible tokens, sequence after sequence. A plan is int32
-// [B, fixed_split, row, position, row, position, ...]: num_parts + 1 cuts in the order of the line, the first at its start
-// and the last, (B, 0), at its end (python/kvpager/ops makes it). Any cuts in order give the right result, so that a plan
-// that was made for other lengths is slow but not wrong.
+// [B, fixed_split, row, position, row, position, ...]: num_parts + 1 cuts in the order of the line, the first at its
+// start and the last, (B, 0), at its end (python/kvpager/ops makes it). Any cuts in order give the right result, so
+// that a plan that was made for other lengths is slow but not wrong.
 #pragma once
 #include "../views.h"
 
@@ -35,8 +35,8 @@ struct SplitPlan {
     return entries[0] == num_sequences && entries[1] == fixed_split;
   }
 
-  // Whether a cut follows the one before it, lies at a split, and begins or ends the line where it should. Where that is
-  // true of every cut, all of them lie between the start of the line and its end.
+  // Whether a cut follows the one before it, lies at a split, and begins or ends the line where it should. Where that
+  // is true of every cut, all of them lie between the start of the line and its end.
   KVPAGER_HD bool cut_is_valid(int index, int64_t num_sequences) const {
     const Cut at = cut(index);
     bool bad = at.position < 0 || (fixed_split > 0 && at.position % fixed_split != 0);

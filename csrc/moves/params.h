@@ -27,8 +27,8 @@ struct GatherParams {
   PoolShape pool;
 };
 
-// Blocks of two caches [N, inner...] between which whole blocks are copied; both may be the same cache. Inner dimensions
-// that lie against each other in both are merged.
+// Blocks of two caches [N, inner...] between which whole blocks are copied; both may be the same cache. Inner
+// dimensions that lie against each other in both are merged.
 struct BlockShape {
   static constexpr int kMaxInner = 7;
   int64_t num_sources, num_targets, source_stride, target_stride;  // blocks, and elements from one block to the next

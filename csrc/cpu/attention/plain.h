@@ -1,9 +1,9 @@
 // Attention in float64 on the CPU, for decode and prefill alike: the online softmax over chunks of positions, plainly.
 //
-// The work is cut into tiles of up to kTileTokens query tokens of one sequence and one kv head. A tile reads each chunk of
-// K and V once and uses it for all its query tokens and all query heads of the group. Chunks start at multiples of kChunk,
-// and a query's sums depend on its own position only, so a token's result is bit for bit the same whether it is computed
-// alone, in a chunk of a prompt, or in any batch.
+// The work is cut into tiles of up to kTileTokens query tokens of one sequence and one kv head. A tile reads each chunk
+// of K and V once and uses it for all its query tokens and all query heads of the group. Chunks start at multiples of
+// kChunk, and a query's sums depend on its own position only, so a token's result is bit for bit the same whether it is
+// computed alone, in a chunk of a prompt, or in any batch.
 // Cost: O(query tokens * positions seen * H * D) arithmetic, 2 * kTileTokens * group * D numbers of scratch per thread.
 #pragma once
 #include <vector>

@@ -5,8 +5,8 @@
 
 namespace kvpager::cpu::decode {
 
-// A partial result: what the softmax over some positions leaves for each of H query heads. That is the largest logit, the
-// sum of exp(logit - top), and the values weighted by exp(logit - top). It lies in `partial_floats` floats.
+// A partial result: what the softmax over some positions leaves for each of H query heads. That is the largest logit,
+// the sum of exp(logit - top), and the values weighted by exp(logit - top). It lies in `partial_floats` floats.
 struct Partial {
   float *tops, *totals, *accs;  // [H], [H], [H, D]
 };
@@ -17,8 +17,8 @@ inline Partial partial_at(float* data, int64_t num_heads) { return {data, data +
 
 constexpr int64_t kMaxChunk = 128;  // positions that attend_piece takes at once at most; a multiple of every kPair
 
-// Working memory of attend_piece, in floats: for each head a query and sums, padded to the widest Pair, the weights of a
-// chunk, and four numbers.
+// Working memory of attend_piece, in floats: for each head a query and sums, padded to the widest Pair, the weights of
+// a chunk, and four numbers.
 inline int64_t scratch_floats(int64_t num_heads, int64_t head_dim) {
   constexpr int64_t kWidestPair = 32;
   return num_heads * (2 * ((head_dim + kWidestPair - 1) / kWidestPair * kWidestPair) + kMaxChunk + 4);
@@ -29,8 +29,8 @@ struct Piece {
   int64_t row, begin, end;
 };
 
-// Attends the query of piece.row to the piece, into `result` (without sinks). `scratch` has scratch_floats floats, at an
-// address that is a multiple of 64.
+// Attends the query of piece.row to the piece, into `result` (without sinks). `scratch` has scratch_floats floats, at
+// an address that is a multiple of 64.
 KVPAGER_DECLARE_PER_ISA(template <class T, class C> void attend_piece(const AttentionParams<T, C>& params,
                                                                       const Piece& piece, float* scratch,
                                                                       const Partial& result))

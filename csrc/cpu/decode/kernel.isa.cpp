@@ -1,12 +1,13 @@
 // The decode kernel: one query token a sequence, one pass over its K and V for all query heads.
 //
-// A chunk of positions is attended in two sweeps, K for all kv heads and then V for all of them, its rows in the order of
-// decode_rows.h: so a core reads a block's whole K, or V, in few streams of many pages. On the way, line by line, the same
-// rows of the next head are prefetched; of V's first after K's last, of the next chunk's K after V's last.
-// Query heads of a kv head go through the chunk in groups of up to kGroup, so that K and V come from memory once and from
-// the caches for the rest. Rows of K times queries: a few tokens at once, sums kept in vectors and reduced four at a
-// time. Weights times rows of V: a tile of the head dim stays in registers over the chunk. The online softmax rescales
-// once a chunk. decode_product.h has the arithmetic.
+// A chunk of positions is attended in two sweeps: K for all kv heads, then V for all of them. Rows are taken in the
+// order of rows.h, so that a core reads the whole K, or V, of a block in a few streams from many pages. While one head
+// is worked on, the same rows of the next head are prefetched line by line. After the last head of K that is the first
+// head of V, and after the last head of V the first head of the next chunk's K. The query heads of a kv head go through
+// the chunk in groups of up to kGroup: K and V come from memory for the first group and from the caches for the others.
+// The product of rows of K and queries takes a few tokens at once, with sums that stay in vectors and are reduced four
+// at a time. The product of weights and rows of V keeps a tile of the head dim in registers over the whole chunk. The
+// online softmax rescales once a chunk. product.h has the arithmetic.
 #include "kernel.h"
 
 #include "product.h"
@@ -56,7 +57,8 @@ struct Rows {
 template <class T, class C, int G>
 void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
   using Product = KeyProduct<T, C>;
-  // Enough sums to wait for, few enough for the registers.
+  // As many independent sums as the registers hold: a multiply-add takes several cycles, and each sum waits for its
+  // last.
   constexpr int kTokens = G == 1 ? 8 : (G == 2 || kNumRegisters >= 32 ? 4 : 2);
   const int64_t whole = head_dim / kPair * kPair, rest = head_dim - whole, padded = heads.padded;
   const float* queries = heads.queries;

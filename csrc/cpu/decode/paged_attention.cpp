@@ -1,10 +1,10 @@
 // The CPU op `paged_attention`, decode attention: checks, cuts the batch, attends on all threads, merges what was cut.
 //
-// A batch is one line of visible tokens, sequence after sequence, each token with all of its heads. It is cut into parts
-// of equal length whatever the sequences are (one of 32k tokens, 256 of mixed lengths). A sequence that a cut goes through
-// has several pieces; each leaves a Partial, and they are merged by log-sum-exp in the order of their positions.
-// Cuts lie at multiples of the block size. With `fixed_split` they lie at multiples of that, and each piece is one split:
-// then neither other sequences nor the number of threads influence the result.
+// A batch is one line of visible tokens, sequence after sequence, each token with all of its heads. It is cut into
+// parts of equal length whatever the sequences are (one of 32k tokens, 256 of mixed lengths). A sequence that a cut
+// goes through has several pieces; each leaves a Partial, and they are merged by log-sum-exp in the order of their
+// positions. Cuts lie at multiples of the block size. With `fixed_split` they lie at multiples of that, and each piece
+// is one split: then neither other sequences nor the number of threads influence the result.
 // Cost: O(sum of lengths * H * D) arithmetic over one pass of K and V; O(B + parts) for the cuts.
 #include <atomic>
 #include <vector>

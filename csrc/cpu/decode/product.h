@@ -1,35 +1,38 @@
-// How decode multiplies: rows of K by the query, and weights by rows of V. By kind of query T and cache C:
+// How decode multiplies rows of K by the query, and weights by rows of V. The kind of product follows from the types of
+// the query T and of the cache C:
 //
-// - floats: elements are widened, a Pair at a time; the rule, and what every set can do.
+// - floats: elements are widened, a Pair at a time. This is the rule, and every instruction set can do it.
 // - bf16_pairs, for bfloat16 over bfloat16 or fp8, whose codes bfloat16 holds exactly, where the set has dot_bf16:
 //   neighbours of a row of K, or two tokens of V, are multiplied and added at once. The weights are rounded to bfloat16
 //   and, over bfloat16, divided by the sum of the rounded ones.
-// - integers, for 16-bit queries over int8 codes where the set has dot_int16: the same with 16-bit integers, exact up to
+// - integers, for 16-bit queries over int8 codes where the set has dot_int16: the same with 16-bit integers, exact up
+//   to
 //   rounding the query to 16 bits of its largest element, and a chunk's weights to 16 bits of the largest of them.
 //
-// Rows come in Pairs, of which `place` gives the natural order. "Units" are 16-bit elements, bfloat16 or integers.
+// Elements come in Pairs; `place` gives the place of a lane's element in the natural order. A Vec16 holds 16-bit
+// elements, bfloat16 or integers.
 #pragma once
 #include "../vec/vec.h"
 
 namespace kvpager::cpu::decode::KVPAGER_ISA {
 using namespace ::kvpager::cpu::KVPAGER_ISA;  // vec/
 
-enum class Kind { floats, bf16_pairs, integers };
+enum class ProductKind { floats, bf16_pairs, integers };
 
 template <class T, class C>
-constexpr Kind kind_of() {
-#if defined(KVPAGER_HAS_UNIT_DOTS)
-  if constexpr (sizeof(T) == 2 && std::is_same_v<C, int8_code>) return Kind::integers;
+constexpr ProductKind product_kind() {
+#if defined(KVPAGER_HAS_DOT16)
+  if constexpr (sizeof(T) == 2 && std::is_same_v<C, int8_code>) return ProductKind::integers;
 #endif
 #if defined(KVPAGER_HAS_BF16_DOT)
   if constexpr (std::is_same_v<T, bfloat16> && (std::is_same_v<C, bfloat16> || std::is_same_v<C, fp8_e4m3>))
-    return Kind::bf16_pairs;
+    return ProductKind::bf16_pairs;
 #endif
-  return Kind::floats;
+  return ProductKind::floats;
 }
 
 // A prepared query has kPair floats' room for each Pair; `prepare` returns what its scores are to be multiplied by.
-template <class T, class C, Kind = kind_of<T, C>()>
+template <class T, class C, ProductKind = product_kind<T, C>()>
 struct KeyProduct {
   using Key = Pair;
   using Sum = Vec;
@@ -55,8 +58,9 @@ struct KeyProduct {
 
 // `prepare` turns the weights of a chunk, kPair at a time up to `count`, into what `spread` reads, in place; it returns
 // what sums of their products are to be multiplied by, and adds to `rounded` the weights as they now are. `load` takes
-// of the rows of kTokens tokens kPair elements or, not kWhole, the first `count`; a last token has no second row, not kBoth.
-template <class T, class C, Kind = kind_of<T, C>()>
+// of the rows of kTokens tokens kPair elements or, not kWhole, the first `count`; a last token has no second row, not
+// kBoth.
+template <class T, class C, ProductKind = product_kind<T, C>()>
 struct ValueProduct {
   static constexpr int kTokens = 1;
   static constexpr bool kRounds = false, kScales = false;  // whether `rounded` is kept, whether the factor isn't 1
@@ -76,10 +80,10 @@ struct ValueProduct {
   static KVPAGER_INLINE Vec total(Sum sum) { return sum; }
 };
 
-#if defined(KVPAGER_HAS_UNIT_DOTS)
+#if defined(KVPAGER_HAS_DOT16)
 
-struct UnitPair {
-  Units first, second;
+struct Pair16 {
+  Vec16 first, second;
 };
 
 // Rows of two tokens zipped, so that a lane has one element of both.
@@ -92,19 +96,19 @@ struct TwoRows {
   }
   static KVPAGER_INLINE Vec spread(const float* weights, int64_t token) { return splat(weights[token / 2]); }
   template <bool kWhole, bool kBoth>
-  static KVPAGER_INLINE UnitPair load(const C* row, const C* second, int64_t count) {
+  static KVPAGER_INLINE Pair16 load(const C* row, const C* second, int64_t count) {
     const auto load_row = [count](const C* at) __attribute__((always_inline)) {
-      return kWhole ? load_units(at) : load_units_partial(at, count);
+      return kWhole ? load16(at) : load16_partial(at, count);
     };
-    const Units a = load_row(row), b = kBoth ? load_row(second) : no_units();
+    const Vec16 a = load_row(row), b = kBoth ? load_row(second) : zero16();
     return {zip_low(a, b), zip_high(a, b)};
   }
 };
 
 template <class T>
-struct KeyProduct<T, int8_code, Kind::integers> {
-  using Key = Units;
-  using Sum = Units;
+struct KeyProduct<T, int8_code, ProductKind::integers> {
+  using Key = Vec16;
+  using Sum = Vec16;
   static float prepare(const T* query, int64_t head_dim, float* target) {
     // A sum has two products of up to 2^7 * limit for each Pair; it stays below 2^31.
     const int64_t pairs = (head_dim + kPair - 1) / kPair, most = (int64_t{1} << 23) / pairs - 1;
@@ -124,9 +128,9 @@ struct KeyProduct<T, int8_code, Kind::integers> {
     for (int64_t d = 0; d < head_dim; d += kPair) store(target + d, as_floats(round_int16(code(d), code(d + kWidth))));
     return bad == bad ? bounded / limit : bad;
   }
-  static KVPAGER_INLINE Key load(const int8_code* key) { return load_units(key); }
-  static KVPAGER_INLINE Key load_partial(const int8_code* key, int64_t count) { return load_units_partial(key, count); }
-  static KVPAGER_INLINE Sum none() { return no_units(); }
+  static KVPAGER_INLINE Key load(const int8_code* key) { return load16(key); }
+  static KVPAGER_INLINE Key load_partial(const int8_code* key, int64_t count) { return load16_partial(key, count); }
+  static KVPAGER_INLINE Sum none() { return zero16(); }
   static KVPAGER_INLINE Sum add(Sum sum, const float* query, Key key) {
     return dot_int16(sum, bits_of(KVPAGER_ISA::load(query)), key);
   }
@@ -134,9 +138,9 @@ struct KeyProduct<T, int8_code, Kind::integers> {
 };
 
 template <class T>
-struct ValueProduct<T, int8_code, Kind::integers> : TwoRows<int8_code> {
+struct ValueProduct<T, int8_code, ProductKind::integers> : TwoRows<int8_code> {
   static constexpr bool kRounds = false, kScales = true;
-  using Sum = Units;  // at most kMaxChunk products of 2^15 * 2^7
+  using Sum = Vec16;  // at most kMaxChunk products of 2^15 * 2^7
   // A weight that is no number or infinite makes the factor NaN, and with it all that it is multiplied with.
   static KVPAGER_INLINE float prepare(float* weights, int64_t count, float&) {
     Vec tops = zero(), poison = zero();
@@ -153,8 +157,8 @@ struct ValueProduct<T, int8_code, Kind::integers> : TwoRows<int8_code> {
     }
     return bad == bad ? bounded / 32767.0f : bad;
   }
-  static KVPAGER_INLINE Sum none() { return no_units(); }
-  static KVPAGER_INLINE Sum add(Sum sum, Vec weight, Units values) { return dot_int16(sum, bits_of(weight), values); }
+  static KVPAGER_INLINE Sum none() { return zero16(); }
+  static KVPAGER_INLINE Sum add(Sum sum, Vec weight, Vec16 values) { return dot_int16(sum, bits_of(weight), values); }
   static KVPAGER_INLINE Vec total(Sum sum) { return sums_to_floats(sum); }
 };
 
@@ -163,8 +167,8 @@ struct ValueProduct<T, int8_code, Kind::integers> : TwoRows<int8_code> {
 #if defined(KVPAGER_HAS_BF16_DOT)
 
 template <class C>
-struct KeyProduct<bfloat16, C, Kind::bf16_pairs> {
-  using Key = Units;
+struct KeyProduct<bfloat16, C, ProductKind::bf16_pairs> {
+  using Key = Vec16;
   using Sum = Vec;
   static float prepare(const bfloat16* query, int64_t head_dim, float* target) {
     for (int64_t d = 0; d < head_dim; d += kPair) {
@@ -173,8 +177,8 @@ struct KeyProduct<bfloat16, C, Kind::bf16_pairs> {
     }
     return 1;
   }
-  static KVPAGER_INLINE Key load(const C* key) { return load_units(key); }
-  static KVPAGER_INLINE Key load_partial(const C* key, int64_t count) { return load_units_partial(key, count); }
+  static KVPAGER_INLINE Key load(const C* key) { return load16(key); }
+  static KVPAGER_INLINE Key load_partial(const C* key, int64_t count) { return load16_partial(key, count); }
   static KVPAGER_INLINE Sum none() { return zero(); }
   static KVPAGER_INLINE Sum add(Sum sum, const float* query, Key key) {
     return dot_bf16(sum, bits_of(KVPAGER_ISA::load(query)), key);
@@ -183,21 +187,21 @@ struct KeyProduct<bfloat16, C, Kind::bf16_pairs> {
 };
 
 template <class C>
-struct ValueProduct<bfloat16, C, Kind::bf16_pairs> : TwoRows<C> {
+struct ValueProduct<bfloat16, C, ProductKind::bf16_pairs> : TwoRows<C> {
   static constexpr bool kRounds = !is_quantised<C>, kScales = false;
   using Sum = Vec;
   static KVPAGER_INLINE Sum none() { return zero(); }
   static KVPAGER_INLINE float prepare(float* weights, int64_t count, float& rounded) {
     Vec sum = zero();
     for (int64_t i = 0; i < count; i += kPair) {
-      const Units units = round_bf16(KVPAGER_ISA::load(weights + i), KVPAGER_ISA::load(weights + i + kWidth));
-      sum = dot_bf16(sum, units, bits_of(splat(float_of_bits(0x3f803f80))));  // times ones
-      store(weights + i / 2, as_floats(units));
+      const Vec16 rounded_pair = round_bf16(KVPAGER_ISA::load(weights + i), KVPAGER_ISA::load(weights + i + kWidth));
+      sum = dot_bf16(sum, rounded_pair, bits_of(splat(float_of_bits(0x3f803f80))));  // times ones
+      store(weights + i / 2, as_floats(rounded_pair));
     }
     rounded += reduce_add(sum);
     return 1;
   }
-  static KVPAGER_INLINE Sum add(Sum sum, Vec weight, Units values) { return dot_bf16(sum, bits_of(weight), values); }
+  static KVPAGER_INLINE Sum add(Sum sum, Vec weight, Vec16 values) { return dot_bf16(sum, bits_of(weight), values); }
   static KVPAGER_INLINE Vec total(Sum sum) { return sum; }
 };
 

@@ -1,8 +1,8 @@
-// Where the rows of a chunk of positions lie, in which order decode takes them, and what it asks for ahead.
+// Where the rows of a chunk of positions lie, in which order decode takes them, and which it prefetches.
 //
-// Rows are taken from kStreams parts of the chunk in turns, from as many pages: a core reads four streams at once faster
-// than one, since blocks lie anywhere and a slab of block_size * head_dim elements is too short for the hardware to see
-// a stream in it.
+// Rows are taken from the four quarters of the chunk in turns, so from four pages: a core reads four streams at once
+// faster than one. Blocks lie anywhere, and the block_size * head_dim elements of a head in one block are too few for
+// the hardware to recognise a stream.
 #pragma once
 #include "../vec/vec.h"
 #include "kernel.h"
@@ -10,8 +10,8 @@
 namespace kvpager::cpu::decode::KVPAGER_ISA {
 using namespace ::kvpager::cpu::KVPAGER_ISA;  // vec/
 
-constexpr int64_t kStreams = 4;  // parts of a chunk that rows are taken from in turns
-constexpr int64_t kAgain = 32;   // rows ahead that are asked for again
+constexpr int64_t kStreams = 4;  // quarters of a chunk that rows are taken from in turns
+constexpr int64_t kAgain = 32;   // so many rows ahead are prefetched a second time
 constexpr int64_t kLine = 64;    // bytes
 
 // Positions of a chunk: a stream is one block, where that is not too short or too long.
@@ -20,8 +20,8 @@ inline int64_t chunk_length(int64_t block_size) {
   return blocks < kMaxChunk / 2 ? kMaxChunk / 2 : least(blocks, kMaxChunk);
 }
 
-// Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run is
-// a part of one block, in the order of positions: its scales lie slot_stride apart.
+// Where the rows of a chunk lie, for kv head 0, in the order of `weave`; entries past them repeat the last row. A run
+// is a part of one block, in the order of positions: its scales lie slot_stride apart.
 template <class C>
 struct Chunk {
   int64_t count = 0, num_runs = 0;  // positions, up to kMaxChunk
@@ -41,7 +41,7 @@ void weave(const E* ordered, int64_t count, E* woven) {
   for (int64_t i = kStreams * quarter; i < count; ++i) woven[i] = ordered[i];
 }
 
-// The first `length` of positions begin ... end - 1, or all; none if there are none.
+// The rows of positions begin ... end - 1, but at most `length` of them.
 template <class T, class C>
 void find_rows(const AttentionParams<T, C>& p, int64_t row, int64_t begin, int64_t end, int64_t length,
                Chunk<C>& chunk) {
@@ -98,12 +98,12 @@ struct HeadRows {
   KVPAGER_INLINE const C* row(int64_t i) const { return rows[i] + offset; }
 };
 
-// Asks for a line, into the second cache: the first has too few misses in flight.
+// Prefetches a line into the second-level cache: the first has too few misses in flight.
 KVPAGER_INLINE void prefetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// Asks for kCount elements, which will be worked on one head later, and again for those that come kAgain rows later: a
-// core forgets requests when too many are on their way, and where multiplying is quick that is every third or so. Codes
-// are multiplied too slowly for that.
+// Prefetches kCount elements that are needed one head later, and once more those that are needed kAgain rows later. A
+// core drops prefetches when too many are outstanding (about one in three when the loop is bound by memory), so each
+// line is requested twice. Quantised caches are bound by arithmetic; once is enough for them.
 template <int64_t kCount, class C>
 KVPAGER_INLINE void prefetch(const C* coming, const C* soon) {
 #pragma GCC unroll 8

@@ -1,10 +1,10 @@
 // Rows times the rows of a weight matrix, both as they lie: no packing, no second copy of the weights.
 //
-// A tile is some rows of x times four rows of the weights. Each of its dot products has a vector of sums, to which one
-// vector of products is added after the other along the row; at the end its lanes are added up. So an output's bits
-// depend on its row and its weights alone: not on the rows beside it, nor on the number of threads. In the tile each
-// vector of weights serves all rows of x, and each of x four outputs; a part's weights stay in the cache for its next
-// rows. The first rows meet weights that come from memory, so they ask for those of the next tile ahead.
+// A tile is some rows of x times four rows of the weights. Each of its dot products has a vector of sums, to which the
+// products along the row are added one vector after the other; at the end its lanes are added up. So the bits of an
+// output depend on its row and its weights alone: not on the rows beside it, nor on the number of threads. In a tile
+// each vector of weights serves all rows of x, and each vector of x four outputs. The weights of a part stay in the
+// cache for all rows of x. For the first rows they come from memory, so the weights of the next tile are prefetched.
 #include "../../layers/params.h"
 #include "../vec/transpose.h"
 
@@ -30,9 +30,9 @@ template <>
 struct Steps<bfloat16> {
   static constexpr int kStep = 2 * kWidth;
   using Numbers = Bf16Vec;
-  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source) { return (Bf16Vec)load_units(source); }
+  static KVPAGER_INLINE Bf16Vec take(const bfloat16* source) { return (Bf16Vec)load16(source); }
   static KVPAGER_INLINE Bf16Vec take(const bfloat16* source, int64_t count) {
-    return (Bf16Vec)load_units_partial(source, count);
+    return (Bf16Vec)load16_partial(source, count);
   }
   static KVPAGER_INLINE Vec multiply_add(Vec sums, Bf16Vec a, Bf16Vec b) { return dot_bf16(sums, a, b); }
 };

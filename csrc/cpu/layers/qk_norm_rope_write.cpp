@@ -1,5 +1,5 @@
-// The CPU op `qk_norm_rope_write`, from the projection to attention: checks positions and slots, then spreads tokens over
-// threads. float64 is computed here, plainly.
+// The CPU op `qk_norm_rope_write`, from the projection to attention: checks positions and slots, then spreads tokens
+// over threads. float64 is computed here, plainly.
 #include <algorithm>
 #include <memory>
 

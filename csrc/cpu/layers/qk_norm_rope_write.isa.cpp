@@ -1,4 +1,4 @@
-// QK-norm, RoPE and slot write of one step's tokens in one pass over their fused QKV rows.
+// QK-norm, RoPE and slot write of one step's tokens in one pass over the rows of the QKV projection.
 //
 // A head's row is widened once, normed and turned in float, and rounded once: on its way to query_out, to its slot, or
 // to the codes of a quantised cache. Values go to their slot as they are, or as codes. Cost: one read of qkv, one write
@@ -105,7 +105,8 @@ template <class T, class C>
 void write_tokens(const QkNormRopeWriteParams<T, C>& p, int64_t begin, int64_t end, float* row) {
   const int64_t H = p.num_heads, K = p.pool.num_kv_heads, D = p.pool.head_dim, S = p.pool.block_size;
   for (int64_t token = begin; token < end; ++token) {
-    // In bounds: token < num_tokens <= rows of qkv, query_out and positions; the driver has checked positions and slots.
+    // In bounds: token < num_tokens <= rows of qkv, query_out and positions; the driver has checked positions and
+    // slots.
     const float* cos_sin = p.cos_sin + p.positions[token] * p.cos_sin_stride;
     for (int64_t head = 0; head < H; ++head) {
       norm_and_turn(p.qkv.at(token, head), p.q_weight, cos_sin, D, p.eps, row);

@@ -1,5 +1,5 @@
-// Prefill attention, between the op (paged_prefill.cpp checks, cuts the queries into tiles and spreads them over threads)
-// and the kernel (kernel.isa.cpp attends one tile to all positions that it sees).
+// Prefill attention, between the op (paged_prefill.cpp checks, cuts the queries into tiles and spreads them over
+// threads) and the kernel (kernel.isa.cpp attends one tile to all positions that it sees).
 #pragma once
 #include "../../attention/params.h"
 #include "../runtime/isa.h"

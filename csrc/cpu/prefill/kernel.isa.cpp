@@ -1,13 +1,14 @@
-// The prefill kernel: a tile of query rows over all positions it sees, as two packed matrix products a chunk.
+// The prefill kernel: a tile of query rows attends to all positions that it sees, by two packed matrix products a
+// chunk.
 //
 // A row is one query token and one query head of the kv head's group, tokens outermost, so a group shares every load of
-// K and V. For each chunk of kChunk positions (at absolute multiples of it) the tile packs K transposed and V in
-// panels of kPanel columns, widened, dequantised and with zeros in place of positions outside first ... stop - 1,
+// K and V. Chunks of kChunk positions lie at absolute multiples of kChunk. For each the tile packs K, transposed, and V
+// in panels of kPanel columns: widened, dequantised, and with zeros in place of positions outside first ... stop - 1,
 // which are never read. Then for kRowBlock rows at a time: scores = Q K^T, online softmax, sums = sums * shrink + P V,
-// with columns that none of the rows sees left out. A row's numbers depend on its own position and on the chunk grid
-// only, so a token gets the same bits in any chunk, tile or batch.
-// bfloat16 queries over a bfloat16 cache multiply in pairs where the set has the instruction: K, Q and V exact, the
-// weights rounded to bfloat16 and divided by the sum of the rounded ones; lse is from the exact sum.
+// without the columns that none of the rows sees. A row's numbers depend only on its own position and on where chunks
+// lie, so a token gets the same bits in any chunk of a prompt, tile or batch. bfloat16 queries over a bfloat16 cache
+// multiply in pairs where the set has the instruction: K, Q and V exact, the weights rounded to bfloat16 and divided by
+// the sum of the rounded ones; lse is from the exact sum.
 // Cost: packing is one transpose per element of K and one copy per element of V for each tile of up to 192 rows.
 #include "kernel.h"
 
@@ -23,15 +24,15 @@ inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / t
 
 #if defined(KVPAGER_HAS_BF16_DOT)
 constexpr bool kHasPairs = true;
-// Two rows of bfloat16 as floats -> units of (even, odd) pairs.
+// Two rows of bfloat16 as floats -> words of (even, odd) pairs.
 KVPAGER_INLINE Vec pair_rows(Vec even, Vec odd) {
   return (Vec)_mm512_or_si512((__m512i)odd, _mm512_srli_epi32((__m512i)even, 16));
 }
-// 32 floats, rounded, as 16 units in order.
+// 32 floats, rounded, as 16 words in order.
 KVPAGER_INLINE Vec round_pairs(Vec low, Vec high) { return (Vec)_mm512_cvtne2ps_pbh(high, low); }
-// sums + both elements of each unit.
-KVPAGER_INLINE Vec add_pairs(Vec sums, Vec units) {
-  return dot_bf16(sums, (Bf16Vec)units, (Bf16Vec)_mm512_set1_epi16(0x3f80));
+// sums + both elements of each word.
+KVPAGER_INLINE Vec add_pairs(Vec sums, Vec words) {
+  return dot_bf16(sums, (Bf16Vec)words, (Bf16Vec)_mm512_set1_epi16(0x3f80));
 }
 #else
 constexpr bool kHasPairs = false;
@@ -43,7 +44,7 @@ KVPAGER_INLINE Vec add_pairs(Vec sums, Vec) { return sums; }
 template <class T, class C>
 class TileWorker {
   static constexpr bool kPairs = kHasPairs && std::is_same_v<T, bfloat16> && std::is_same_v<C, bfloat16>;
-  static constexpr int kPer = kPairs ? 2 : 1;  // elements of a unit
+  static constexpr int kPer = kPairs ? 2 : 1;  // elements of a word
 
  public:
   TileWorker(const AttentionParams<T, C>& params, const Tile& work, int64_t head, float* scratch)
@@ -85,16 +86,16 @@ class TileWorker {
   }
   int64_t position_of(int64_t row) const { return tile.first_position + row / members; }
 
-  // Units `unit` ... of a row of D elements, zeros past its end.
+  // Words `word` ... of a row of D elements, zeros past its end.
   template <class E>
-  KVPAGER_INLINE Vec units_of(const E* row, int64_t unit) const {
+  KVPAGER_INLINE Vec words_of(const E* row, int64_t word) const {
     if constexpr (kPairs) {
-      if ((unit + kWidth) * 2 <= D) return load(reinterpret_cast<const float*>(row + unit * 2));
+      if ((word + kWidth) * 2 <= D) return load(reinterpret_cast<const float*>(row + word * 2));
       E padded[2 * kWidth] = {};
-      if (unit * 2 < D) memcpy(padded, row + unit * 2, (D - unit * 2) * sizeof(E));
+      if (word * 2 < D) memcpy(padded, row + word * 2, (D - word * 2) * sizeof(E));
       return load(reinterpret_cast<const float*>(padded));
     } else {
-      return unit + kWidth <= D ? load(row + unit) : load_partial(row + unit, D - unit);
+      return word + kWidth <= D ? load(row + word) : load_partial(row + word, D - word);
     }
   }
 
@@ -102,7 +103,7 @@ class TileWorker {
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t head = head_of(row);                  // < H
       const T* source = p.query.at(token_of(row), head);  // tokens of a tile are < num_tokens
-      for (int64_t unit = 0; unit < depth; unit += kWidth) store(query + row * depth + unit, units_of(source, unit));
+      for (int64_t word = 0; word < depth; word += kWidth) store(query + row * depth + word, words_of(source, word));
       memset(sums + row * width, 0, width * sizeof(float));
       tops[row] = p.options.sink(head);
       totals[row] = weight_totals[row] = tops[row] > -INFINITY ? 1 : 0;  // a sink is a logit without a value
@@ -141,16 +142,16 @@ class TileWorker {
     CacheRow row[kPanel];
     for (int i = 0; i < kPanel; ++i) row[i] = row_at(chunk + column + i);
     for (int half = 0; half < kPanel; half += kWidth)
-      for (int64_t unit = 0; unit < depth; unit += kWidth) {
+      for (int64_t word = 0; word < depth; word += kWidth) {
         Vec square[kWidth];
 #pragma GCC unroll 16
         for (int i = 0; i < kWidth; ++i) {
           const CacheRow& from = row[half + i];
-          square[i] = from.key == nullptr ? zero() : units_of(from.key, unit);
+          square[i] = from.key == nullptr ? zero() : words_of(from.key, word);
           if constexpr (is_quantised<C>) square[i] = mul(square[i], splat(from.key_scale));
         }
         transpose(square);
-        float* to = keys + column * depth + unit * kPanel + half;
+        float* to = keys + column * depth + word * kPanel + half;
 #pragma GCC unroll 16
         for (int i = 0; i < kWidth; ++i) store(to + i * kPanel, square[i]);
       }
@@ -203,9 +204,9 @@ class TileWorker {
       if constexpr (kPairs) {
         const Vec high = exp(sub(load(score + i + kWidth), splat(base)));
         exact = add(exact, high);
-        const Vec units = round_pairs(low, high);
-        rounded = add_pairs(rounded, units);
-        store(weights + (index * kChunk + i) / kPer, units);
+        const Vec words = round_pairs(low, high);
+        rounded = add_pairs(rounded, words);
+        store(weights + (index * kChunk + i) / kPer, words);
       } else {
         store(score + i, low);
       }
@@ -232,7 +233,7 @@ class TileWorker {
   const AttentionParams<T, C>& p;
   const Tile& tile;
   const int64_t kv_head, D, members, rows;
-  const int64_t depth, width;  // units of a row of Q or K; floats of a row of V or of sums
+  const int64_t depth, width;  // words of a row of Q or K; floats of a row of V or of sums
   float *query, *sums, *keys, *values, *scores, *weights, *tops, *totals, *weight_totals;
   int64_t first, stop, chunk;  // positions the tile sees; first position of the packed chunk
 };

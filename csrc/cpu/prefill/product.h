@@ -1,9 +1,9 @@
 // The matrix product of prefill, for one instruction set: rows of A times a packed panel B, sums in registers.
 //
-// A is read one 32-bit unit at a time and spread over a vector; a row of B is kVecs vectors of units. A unit is a float
-// or, with kPairs, two bfloat16 whose products are added in float (dot_bf16); float variables carry its bits. Each row's
-// sums depend on that row alone and are added in the order of k, so a row gets the same bits whichever rows share its
-// block.
+// A is read one 32-bit word at a time and spread over a vector; a row of B is kVecs vectors of words. A word is a float
+// or, with kPairs, two bfloat16 whose products are added in float (dot_bf16); float variables carry its bits. Each
+// row's sums depend on that row alone and are added in the order of k, so a row gets the same bits whichever rows share
+// its block.
 #pragma once
 #include "../vec/vec.h"
 
@@ -22,7 +22,7 @@ struct Target {
 };
 
 struct Operand {
-  const float* units;
+  const float* words;
   int64_t stride;
 };
 
@@ -50,12 +50,12 @@ KVPAGER_INLINE void multiply_block(Operand a, Operand b, int64_t depth, Target c
   for (int64_t k = 0; k < depth; ++k) {
     Vec columns[kVecs];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) columns[v] = load(b.units + k * b.stride + v * kWidth);
+    for (int v = 0; v < kVecs; ++v) columns[v] = load(b.words + k * b.stride + v * kWidth);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      const float unit = a.units[row * a.stride + k];
+      const float word = a.words[row * a.stride + k];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) sums[row][v] = multiply_add<kPairs>(sums[row][v], unit, columns[v]);
+      for (int v = 0; v < kVecs; ++v) sums[row][v] = multiply_add<kPairs>(sums[row][v], word, columns[v]);
     }
   }
 #pragma GCC unroll 16
@@ -71,7 +71,7 @@ void multiply(int64_t rows, Operand a, Operand b, int64_t depth, Target c) {
   const auto take = [&](auto count) {
     constexpr int kRows = decltype(count)::value;
     multiply_block<kPairs, kGrow, kRows, kVecs>(a, b, depth, c);
-    a.units += kRows * a.stride;
+    a.words += kRows * a.stride;
     c.sums += kRows * c.stride;
     if constexpr (kGrow) c.shrink += kRows;
     rows -= kRows;

@@ -1,5 +1,5 @@
-// From floats to the codes of a quantised cache: what write_kv and the fused front end share, so that both give the
-// same bits.
+// From floats to the codes of a quantised cache: write_kv and qk_norm_rope_write share it, so that both give the same
+// bits.
 #pragma once
 #include <cfloat>
 
@@ -23,7 +23,8 @@ KVPAGER_INLINE void store_codes(const float* row, int64_t head_dim, float factor
 }
 
 // Quantises a row of floats by its own largest magnitude; returns the scale, with code * scale = number.
-// A row of zeros gets the smallest normal scale. One with a NaN or an inf gets codes 0 and a NaN scale: it reads as NaN.
+// A row of zeros gets the smallest normal scale. One with a NaN or an inf gets codes 0 and a NaN scale: it reads as
+// NaN.
 template <class C>
 float quantise_row(const float* row, int64_t head_dim, C* codes) {
   Vec tops = zero(), poison = zero();  // 0 * inf and 0 * NaN are NaN

@@ -1,4 +1,5 @@
-// Launches the plain attention of plain.cuh, for all types: a compilation of its own, since it is the slowest to compile.
+// Launches the plain attention of plain.cuh, for all types: a compilation of its own, since it is the slowest to
+// compile.
 #include "plain.h"
 
 #include "plain.cuh"

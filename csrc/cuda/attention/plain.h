@@ -1,5 +1,5 @@
-// Paged attention on CUDA, plain (plain.cu): any head dim up to 256, any dtype, decode and prefill alike. The ops take it
-// where no faster kernel fits.
+// Paged attention on CUDA, plain (plain.cu): any head dim up to 256, any dtype, decode and prefill alike. The ops take
+// it where no faster kernel fits.
 #pragma once
 #include "../../attention/params.h"
 #include "../device/launch.h"

@@ -5,7 +5,8 @@
 
 namespace kvpager::cuda {
 
-// The whole list of starts, and the lengths beside it, are checked by the block at the grid's origin, of kThreads threads.
+// The whole list of starts, and the lengths beside it, are checked by the block at the grid's origin, of kThreads
+// threads.
 template <int kThreads, class T, class C>
 __device__ void check_query_starts(const AttentionParams<T, C>& p, unsigned* errors) {
   if (p.query_start_loc.data == nullptr || blockIdx.x != 0 || blockIdx.y != 0) return;

@@ -1,4 +1,5 @@
-// Makes the split plan of decode attention on the device, for callers that bring none: cuts as even as make_split_plan's.
+// Makes the split plan of decode attention on the device, for callers that bring none: cuts as even as
+// make_split_plan's.
 // budget: kernel=cut_kernel registers=64 shared=2304 spills=0 threads=256
 #pragma once
 #include "../../views.h"

@@ -1,7 +1,7 @@
 // The split plan as the blocks of a GPU use it (csrc/attention/split_plan.h says what it is).
 //
-// Parts go to blocks, one for each part and up to 8 query heads of a kv head, all resident at once, whatever the sequences
-// are.
+// Parts go to blocks, one for each part and up to 8 query heads of a kv head, all resident at once, whatever the
+// sequences are.
 #pragma once
 #include "../../attention/split_plan.h"
 #include "../device/errors.cuh"

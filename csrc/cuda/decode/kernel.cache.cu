@@ -12,14 +12,15 @@ void launch_decode(const AttentionParams<T, C>& params, const SplitPlan& plan, c
   const auto launch_for = [&](auto head_dim) {
     constexpr int D = decltype(head_dim)::value;
     static_assert(is_decode_head_dim(D));
-    KVPAGER_LAUNCH((decode_kernel<T, C, D>), grid, dim3(kDecodeThreads), launch.stream,
-                   DecodeParams<T, C>{params, Units(params.key_cache, 16), Units(params.value_cache, 16),
-                                      Units(params.key_scale, sizeof(float)), Units(params.value_scale, sizeof(float)),
-                                      Divisor(static_cast<uint32_t>(params.pool.block_size)),
-                                      LogitFactors(params.options.scale, params.options.softcap),
-                                      static_cast<int>(std::min<int64_t>(
-                                          {params.max_blocks * params.pool.block_size, params.max_seq_len, INT32_MAX})),
-                                      plan, workspace, launch.errors});
+    KVPAGER_LAUNCH(
+        (decode_kernel<T, C, D>), grid, dim3(kDecodeThreads), launch.stream,
+        DecodeParams<T, C>{params, Addresses(params.key_cache, 16), Addresses(params.value_cache, 16),
+                           Addresses(params.key_scale, sizeof(float)), Addresses(params.value_scale, sizeof(float)),
+                           Divisor(static_cast<uint32_t>(params.pool.block_size)),
+                           LogitFactors(params.options.scale, params.options.softcap),
+                           static_cast<int>(std::min<int64_t>(
+                               {params.max_blocks * params.pool.block_size, params.max_seq_len, INT32_MAX})),
+                           plan, workspace, launch.errors});
     check_launch();
   };
   switch (params.pool.head_dim) {

@@ -1,16 +1,17 @@
 // Decode attention on tensor cores: one query token a sequence, K and V read once for up to 8 query heads of a kv head.
 //
-// A block takes one part of the split plan (cuts.cuh) for one head tile: consecutive tokens of one or more rows. Its
-// warps share out the tiles of a piece (tile.cuh); their sums meet in shared memory, and pieces of a row that was
-// cut in the workspace (merge.cuh). All blocks are resident at once: 3 on a multiprocessor (2 for D = 256).
+// A block takes one part of the split plan (cuts.cuh) for one tile of query heads: consecutive tokens of one or more
+// rows. Its warps take the tiles of a piece in turns (tile.cuh). The sums of the warps meet in shared memory, and the
+// pieces of a row that was cut meet in the workspace (merge.cuh). All blocks are resident at once: 3 on a
+// multiprocessor, 2 if D is more than 128.
 //
-// A warp's step, with the next step's rows asked for as soon as registers fall free:
+// One step of a warp asks for the rows of the next step as soon as registers are free:
 //   scores of K | ask for the next K | softmax | add weighted V | ask for the next V | look up the block after that
 //
-// Budgets, for D = 128 on sm_90 (the tools read the lines below): a tile is 8 KB of K and V in 16 loads of 16 bytes a lane,
-// so 12 warps have up to 96 KB under way on a multiprocessor, where 26 KB (bfloat16) of latency must be covered. The
-// loop is 38 instructions for a KB of K and V in bfloat16, 81 in fp8 and 106 in int8, all branches counted (a new largest
-// logit, the cap, the ends of a piece), of 248 that a multiprocessor can issue while memory brings a KB.
+// Budgets, for D = 128 on sm_90 (the tools read the lines below): a tile is 8 KB of K and V in 16 loads of 16 bytes a
+// lane, so 12 warps have up to 96 KB under way on a multiprocessor, where 26 KB (bfloat16) of latency must be covered.
+// The loop is 38 instructions for a KB of K and V in bfloat16, 81 in fp8 and 106 in int8, all branches counted (a new
+// largest logit, the cap, the ends of a piece), of 248 that a multiprocessor can issue while memory brings a KB.
 // budget: kernel=decode_kernel registers=168 shared=18720 spills=0 threads=128 loads16=4 mma=18
 // budget: kernel=decode_kernel<bfloat16,bfloat16,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=24
 // budget: kernel=decode_kernel<float16,float16,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=24
@@ -32,7 +33,7 @@ namespace kvpager::cuda::decode {
 template <class T, class C>
 struct DecodeParams {
   AttentionParams<T, C> attention;
-  Units key, value, key_scale, value_scale;
+  Addresses key, value, key_scale, value_scale;
   Divisor block_size;
   LogitFactors logits;
   int longest;  // length that the tables and `max_seq_len` allow
@@ -53,7 +54,8 @@ struct PieceReader {
   __device__ PieceReader(const DecodeParams<typename Shape::T, C>& params, int row, int begin, int end, int lane)
       : params(params), row(row), begin(begin), end(end), lane(lane), kv_head(head_tile(params.attention).kv_head) {}
 
-  // Looks the own token up. Tokens outside the piece are replaced by its first or last, so that what is loaded is there.
+  // Looks the own token up. Tokens outside the piece are replaced by its first or last, so that what is loaded is
+  // there.
   // In bounds: begin <= position < end <= length <= max_blocks * S, so the column is below max_blocks.
   __device__ void look_up(int tile) {
     const int token = tile + lane % Shape::kTokens, position = larger(begin, smaller(token, end - 1));
@@ -71,12 +73,12 @@ struct PieceReader {
 
   // 16 * share bytes into the row of token `token` of the tile.
   // In bounds: block < N, kv_head < K and slot < S in every lane; no offset is 2^32 units or more (paged_attention.cu).
-  __device__ const char* row_of(const Units& cache, uint32_t own_offset, int token, int share) const {
+  __device__ const char* row_of(const Addresses& cache, uint32_t own_offset, int token, int share) const {
     return cache.data + uint64_t{__shfl_sync(kAllLanes, own_offset, token) + share} * 16;
   }
 
   // Of the lane's own token.
-  __device__ float scale_of(const Units& scales) const {
+  __device__ float scale_of(const Addresses& scales) const {
     return reinterpret_cast<const float*>(scales.data)[scales.offset(block, kv_head, slot)];
   }
 

@@ -1,5 +1,5 @@
-// Between the op of decode attention (paged_attention.cu) and its kernels, which are compiled apart for each type of caches
-// (kernel.cache.cu).
+// Between the op of decode attention (paged_attention.cu) and its kernels, which are compiled apart for each type of
+// caches (kernel.cache.cu).
 #pragma once
 #include "../../attention/params.h"
 #include "../../attention/split_plan.h"
@@ -7,11 +7,12 @@
 
 namespace kvpager::cuda::decode {
 
+// Where the pieces of rows that were cut meet. A room is the place of one piece.
 struct Workspace {
   unsigned* counters;      // [B * head tiles]
-  float* tops_totals;      // [slots, H, 2]
-  float* accs;             // [slots, H, D], at a multiple of 16 bytes
-  int64_t splits_per_row;  // slots of a row if the split is fixed; else slots 2 p - 1 and 2 p are those of part p
+  float* tops_totals;      // [rooms, H, 2]
+  float* accs;             // [rooms, H, D], at a multiple of 16 bytes
+  int64_t splits_per_row;  // rooms of a row if the split is fixed; else rooms 2 p - 1 and 2 p are those of part p
 };
 
 // Floats of an area of the workspace, so that the next one begins at a multiple of 16 bytes.
@@ -46,23 +47,23 @@ struct Divisor {
   }
 };
 
-// A cache or its scales, in units so large that offsets fit into 32 bits: 16 bytes of a cache, one scale.
-struct Units {
+// A cache or its scales, addressed by 32-bit offsets: in steps of 16 bytes in a cache, of one scale in scales.
+struct Addresses {
   const char* data;
   uint32_t block, head, slot;  // strides
   template <class Strided>
-  Units(const Strided& rows, int64_t unit_bytes)
-      : data(reinterpret_cast<const char*>(rows.data)), block(in_units(rows.data, rows.block_stride, unit_bytes)),
-        head(in_units(rows.data, rows.head_stride, unit_bytes)),
-        slot(in_units(rows.data, rows.slot_stride, unit_bytes)) {}
+  Addresses(const Strided& rows, int64_t step_bytes)
+      : data(reinterpret_cast<const char*>(rows.data)), block(in_steps(rows.data, rows.block_stride, step_bytes)),
+        head(in_steps(rows.data, rows.head_stride, step_bytes)),
+        slot(in_steps(rows.data, rows.slot_stride, step_bytes)) {}
   KVPAGER_HD uint32_t offset(uint32_t block_id, uint32_t head_id, uint32_t slot_id) const {
     return block_id * block + head_id * head + slot_id * slot;
   }
 
  private:
   template <class E>
-  static uint32_t in_units(const E*, int64_t stride, int64_t unit_bytes) {
-    return static_cast<uint32_t>(stride * static_cast<int64_t>(sizeof(E)) / unit_bytes);
+  static uint32_t in_steps(const E*, int64_t stride, int64_t step_bytes) {
+    return static_cast<uint32_t>(stride * static_cast<int64_t>(sizeof(E)) / step_bytes);
   }
 };
 

@@ -1,9 +1,11 @@
-// From the sums of warps to results: pieces of sequences that were cut meet in memory, and whoever comes last merges them.
+// From the sums of warps to results. Pieces of sequences that were cut meet in memory; the last block to come merges
+// them.
 //
 // The workspace is zeros between launches: a counter [B, head tiles] of the tokens that have arrived of each row, then
 // for each piece and query head a pair (largest logit in units of log 2, total weight) and the weighted sum [D] of V. A
-// block that has written a piece adds its tokens to the row's counter; the one that completes the row merges its pieces,
-// in the order of their positions, and clears what it read. So no second launch, and no result depends on who was last.
+// block that has written a piece adds its tokens to the row's counter; the one that completes the row merges its
+// pieces, in the order of their positions, and clears what it read. So there is no second launch, and the result does
+// not depend on which block was last.
 #pragma once
 #include "cuts.cuh"
 #include "launch.h"
@@ -14,11 +16,11 @@ namespace kvpager::cuda::decode {
 constexpr int kMergeBatch = 8;               // pieces whose loads hide each other's latency
 constexpr unsigned kBadPiece = 0x80000000u;  // in a counter, beside the tokens
 
-// One head's share of a result: 4 dims of the weighted sum, relative to `top`.
-struct Result {
+// A partial result of one head: 4 dims of the weighted sum, relative to `top`.
+struct Partial {
   float top = -INFINITY, total = 0, acc[4] = {};
 
-  // Log-sum-exp merge; a part that weighs nothing is not looked at.
+  // Log-sum-exp merge. A partial result without weight is ignored: it may hold NaN.
   __device__ void add(float other_top, float other_total, const float4& other) {
     if (other_total == 0) return;
     const float new_top = fmaxf(top, other_top), shrink = exp2_fast(top - new_top);
@@ -52,12 +54,12 @@ struct BlockSums {
     for (int j = 0; j < Shape::kProducts; ++j)
       for (int i = 0; i < 4; ++i) {
         float* row = reinterpret_cast<float*>(accs[warp][2 * c + i % 2]);
-        row[Shape::ValueShare::dim(r, 2 * j + i / 2)] = sums.acc[j][i] * sums.unit;
+        row[Shape::ValueShare::dim(r, 2 * j + i / 2)] = sums.acc[j][i] * sums.power;
       }
   }
 
-  __device__ Result merged(int head, int four) const {
-    Result result;
+  __device__ Partial merged(int head, int four) const {
+    Partial result;
     for (int warp = 0; warp < kDecodeWarps; ++warp)
       result.add(tops[warp][head], totals[warp][head], accs[warp][head][four]);
     return result;
@@ -66,7 +68,7 @@ struct BlockSums {
 
 // Writes dims 4 four ... of one head, its sink added. In bounds: row < num_tokens, head < H, the dims < D.
 template <class P>
-__device__ __forceinline__ void write_result(const P& p, Result result, int row, int head, int four) {
+__device__ __forceinline__ void write_result(const P& p, Partial result, int row, int head, int four) {
   if (p.options.sinks.data && p.options.sinks[head] > -INFINITY)  // a logit without a value
     result.add(p.options.sinks[head] * kLog2E, 1, float4{0, 0, 0, 0});
   auto* out = p.out.at(row, head) + 4 * four;
@@ -82,15 +84,15 @@ __device__ __forceinline__ void write_nothing_seen(const P& p, int row, int head
   if (p.lse.data && fresh_thread_index() < tile.heads) p.lse.at(row, tile.head + fresh_thread_index()) = -INFINITY;
 }
 
-// The workspace slots of a row's pieces, in the order of their positions; those of parts without tokens stay zeros.
-struct RowSlots {
+// The workspace's rooms of a row's pieces, in the order of their positions; those of parts without tokens stay zeros.
+struct RowRooms {
   int64_t base;
   int count;
   bool fixed;
   __device__ int64_t operator[](int index) const { return base + (fixed || index == 0 ? index : 2 * index - 1); }
 };
 
-__device__ __forceinline__ RowSlots slots_of(const SplitPlan& plan, const Workspace& workspace, const Piece& piece) {
+__device__ __forceinline__ RowRooms rooms_of(const SplitPlan& plan, const Workspace& workspace, const Piece& piece) {
   const int split = plan.fixed_split;
   if (split > 0)
     return {piece.row * workspace.splits_per_row, (piece.length - 1) / split - piece.first / split + 1, true};
@@ -99,7 +101,7 @@ __device__ __forceinline__ RowSlots slots_of(const SplitPlan& plan, const Worksp
 }
 
 // Where a piece of the block's part goes.
-__device__ __forceinline__ int64_t slot_of(const SplitPlan& plan, const Workspace& workspace, const Piece& piece) {
+__device__ __forceinline__ int64_t room_of(const SplitPlan& plan, const Workspace& workspace, const Piece& piece) {
   const int split = plan.fixed_split;
   if (split > 0) return piece.row * workspace.splits_per_row + piece.begin / split - piece.first / split;
   return 2 * int64_t{blockIdx.y} - (piece.begin > piece.first);
@@ -109,29 +111,29 @@ __device__ __forceinline__ int64_t slot_of(const SplitPlan& plan, const Workspac
 template <int D, class P>
 __device__ __forceinline__ void merge_pieces(const P& p, const SplitPlan& plan, const Workspace& workspace,
                                              const Piece& piece, bool good) {
-  const RowSlots slots = slots_of(plan, workspace, piece);
+  const RowRooms rooms = rooms_of(plan, workspace, piece);
   const HeadTile tile = head_tile(p);
   for (int i = fresh_thread_index(); i < tile.heads * (D / 4); i += kDecodeThreads) {
     const int head = tile.head + i / (D / 4), four = i % (D / 4);
-    Result result;
-    for (int begin = 0; begin < slots.count; begin += kMergeBatch) {
+    Partial result;
+    for (int begin = 0; begin < rooms.count; begin += kMergeBatch) {
       float2 pairs[kMergeBatch];
       float4 accs[kMergeBatch];
 #pragma unroll
       for (int i = 0; i < kMergeBatch; ++i) {  // all under way before one is needed
-        const int64_t place = slots[smaller(begin + i, slots.count - 1)] * p.num_heads + head;
+        const int64_t place = rooms[smaller(begin + i, rooms.count - 1)] * p.num_heads + head;
         pairs[i] = __ldcg(reinterpret_cast<const float2*>(workspace.tops_totals) + place);
         accs[i] = __ldcg(reinterpret_cast<const float4*>(workspace.accs + place * D) + four);
       }
 #pragma unroll
       for (int i = 0; i < kMergeBatch; ++i)
-        if (begin + i < slots.count) result.add(pairs[i].x, pairs[i].y, accs[i]);
+        if (begin + i < rooms.count) result.add(pairs[i].x, pairs[i].y, accs[i]);
     }
     if (good) write_result(p, result, piece.row, head, four);
   }
   __syncthreads();  // all have read
-  for (int index = 0; index < slots.count; ++index) {
-    const int64_t place = slots[index] * p.num_heads + tile.head;  // the heads of a tile lie side by side
+  for (int index = 0; index < rooms.count; ++index) {
+    const int64_t place = rooms[index] * p.num_heads + tile.head;  // the heads of a tile lie side by side
     for (int i = fresh_thread_index(); i < tile.heads * (D / 4); i += kDecodeThreads)
       reinterpret_cast<float4*>(workspace.accs + place * D)[i] = {};
     for (int i = fresh_thread_index(); i < 2 * tile.heads; i += kDecodeThreads)
@@ -145,10 +147,10 @@ __device__ __forceinline__ void leave_piece(const P& p, const SplitPlan& plan, c
                                             BlockSums<D>& shared, bool bad) {
   const Piece& piece = shared.piece;
   const HeadTile tile = head_tile(p);
-  const int64_t place = slot_of(plan, workspace, piece) * p.num_heads + tile.head;
+  const int64_t place = room_of(plan, workspace, piece) * p.num_heads + tile.head;
   for (int i = fresh_thread_index(); i < (bad ? 0 : tile.heads * (D / 4)); i += kDecodeThreads) {
     const int head = i / (D / 4);
-    const Result result = shared.merged(head, i % (D / 4));
+    const Partial result = shared.merged(head, i % (D / 4));
     reinterpret_cast<float4*>(workspace.accs + place * D)[i] = {result.acc[0], result.acc[1], result.acc[2],
                                                                 result.acc[3]};
     if (i % (D / 4) > 0) continue;

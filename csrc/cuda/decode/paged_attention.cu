@@ -35,9 +35,9 @@ bool takes_tensor_cores(const AttentionArguments& arguments) {
          scales_are_within(arguments.value_scale);
 }
 
-// How one call is cut: by the caller's plan, or by one that is made first. Slots: places for pieces in the workspace.
+// How one call is cut: by the caller's plan, or by one that is made first. A room of the workspace holds one piece.
 struct Split {
-  int64_t fixed, num_parts, num_slots, splits_per_row;
+  int64_t fixed, num_parts, num_rooms, splits_per_row;
 };
 
 template <class P>
@@ -48,22 +48,23 @@ Split split_of(const P& params, int64_t fixed_split, int64_t head_tiles, const S
   if (split.num_parts > 65535)
     fail_argument("split_plan", "at most 65535 parts on CUDA", std::to_string(split.num_parts));
   if (fixed_split > 0) split.splits_per_row = (params.max_seq_len + fixed_split - 1) / fixed_split;
-  split.num_slots = fixed_split > 0 ? params.num_sequences * split.splits_per_row : 2 * (split.num_parts - 1);
+  split.num_rooms = fixed_split > 0 ? params.num_sequences * split.splits_per_row : 2 * (split.num_parts - 1);
   return split;
 }
 
-// The areas of the caller's workspace, or of one that torch finds; `room` keeps hold of it until all is launched.
+// The areas of the caller's workspace, or of one that torch finds; `memory` keeps it alive until
+// all is launched.
 template <class P>
 Workspace workspace_of(const P& params, const Split& split, int64_t head_tiles, const Tensor& beside,
-                       std::optional<Tensor>& room) {
+                       std::optional<Tensor>& memory) {
   const int64_t counters = whole_vectors(params.num_sequences * head_tiles);
-  const int64_t pairs = whole_vectors(2 * split.num_slots * params.num_heads);
-  const int64_t bytes = 4 * (counters + pairs + split.num_slots * params.num_heads * params.pool.head_dim);
-  if (!room) room = torch::stable::new_zeros(beside, {bytes}, ScalarType::Byte);
-  if (room->size(0) < bytes)
+  const int64_t pairs = whole_vectors(2 * split.num_rooms * params.num_heads);
+  const int64_t bytes = 4 * (counters + pairs + split.num_rooms * params.num_heads * params.pool.head_dim);
+  if (!memory) memory = torch::stable::new_zeros(beside, {bytes}, ScalarType::Byte);
+  if (memory->size(0) < bytes)
     fail_argument("workspace", "at least " + std::to_string(bytes) + " bytes",
-                  std::to_string(room->size(0)) + " bytes");
-  float* const floats = static_cast<float*>(room->mutable_data_ptr());
+                  std::to_string(memory->size(0)) + " bytes");
+  float* const floats = static_cast<float*>(memory->mutable_data_ptr());
   return {reinterpret_cast<unsigned*>(floats), floats + counters, floats + counters + pairs, split.splits_per_row};
 }
 
@@ -75,8 +76,8 @@ void attend_on_tensor_cores(const AttentionParams<T, C>& params, const SplitArgu
   const int64_t head_tiles = K * divided_up(group, kTileHeads), fixed_split = arguments.fixed_split;
   SplitPlan plan = arguments.plan();
   const Split split = split_of(params, fixed_split, head_tiles, plan);
-  std::optional<Tensor> room = arguments.workspace, cuts;
-  const Workspace areas = workspace_of(params, split, head_tiles, beside, room);
+  std::optional<Tensor> memory = arguments.workspace, cuts;
+  const Workspace areas = workspace_of(params, split, head_tiles, beside, memory);
   if (!plan.entries.data) {
     cuts = torch::stable::new_empty(beside, {2 * split.num_parts + 4}, ScalarType::Int);
     plan = {list_of<int32_t>(*cuts), static_cast<int>(split.num_parts), static_cast<int>(fixed_split)};

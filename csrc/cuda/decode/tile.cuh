@@ -1,11 +1,13 @@
-// Decode attention by one warp: tiles of 16 tokens from memory to tensor cores, nothing in between but registers.
+// Decode attention by one warp: tiles of 16 tokens go from memory through registers straight to the tensor cores.
 //
-// Two products, both with the group's query heads as an 8 wide side: a group of 2 costs no more than one of 8.
+// There are two products, both with the group's query heads as the side that is 8 wide: a group of 2 costs as much as
+// one of 8.
 //   scores [heads, tokens] = Q K^T   the wide side (16) takes the heads twice, each time with other dims (`score_tile`)
 //   out^T [dims, heads] = V^T P^T    the weights lie in the lanes as the scores were left: nothing is transposed
-// The order of the head dim within a product is free as long as both factors keep it: so a lane takes 16 consecutive
-// bytes of a row where the fragment's figure shows scattered columns, and a load's four registers are two fragments of
-// K. They need no shared memory, ldmatrix or swizzle. Lane letters: r = lane / 4, c = lane % 4.
+// The head dim may be permuted within a product as long as both factors are permuted alike. So a lane takes 16
+// consecutive bytes of a row (its share) where the fragment's figure shows scattered columns, and the four registers of
+// a load are two fragments of K: no shared memory, ldmatrix or swizzle is needed. Lane letters: r = lane / 4, c = lane
+// % 4.
 //   K: lane holds its share (of 4, c) of rows r and r + 8
 //   V: its share (of 8, r) of rows 2c, 2c + 1, 2c + 8, 2c + 9
 //   scores, weights: head r, the tokens of the lane's V rows        out: heads 2c and 2c + 1, dims of V's share
@@ -122,8 +124,8 @@ template <class Shape>
 struct QueryTile {
   uint4 words[Shape::kProducts / 2][32];
 
-  // Each warp writes its share of the words; the caller has a barrier follow. Returns the power of two by which head r's
-  // words were divided.
+  // Each warp writes its share of the words; the caller has a barrier follow. Returns the power of two by which head
+  // r's words were divided.
   // In bounds: row < num_tokens, head + heads <= H, dims < D.
   template <class P>
   __device__ float load(const P& p, int row, int warp, int lane) {
@@ -135,7 +137,7 @@ struct QueryTile {
       const int dim = Shape::KeyShare::dim(c, 2 * pair);
       return r < tile.heads ? *reinterpret_cast<const uint32_t*>(query + dim) : 0;
     };
-    float unit = 1;
+    float power = 1;
     if constexpr (kConverted) {  // by a power of two, lest it overflow
       float largest = 0;
 #pragma unroll
@@ -143,9 +145,9 @@ struct QueryTile {
         const uint32_t two = load_pair(pair);
         largest = fmaxf(largest, fmaxf(fabsf(low_of(two)), fabsf(high_of(two))));
       }
-      unit = power_of_two_below(max_over_tokens(largest));
+      power = power_of_two_below(max_over_tokens(largest));
     }
-    const float inverse = inverse_power(unit);
+    const float inverse = inverse_power(power);
     for (int j = warp; j < Shape::kProducts / 2; j += kDecodeWarps) {
       uint32_t two[4];
       for (int i = 0; i < 4; ++i) {  // half i / 2 of step 2 j + i % 2
@@ -154,7 +156,7 @@ struct QueryTile {
       }
       words[j][lane] = make_uint4(two[0], two[1], two[2], two[3]);
     }
-    return unit;
+    return power;
   }
 
  private:
@@ -172,19 +174,20 @@ struct Tile {
   float key_scale, value_scale;  // of the lane's own token, lane % kTokens; quantised caches only
 };
 
-// A running softmax over the warp's tokens, logits in units of log 2. `top` and `total` are head r's, the total over the
-// lane's own tokens. acc[j][i + 2 k]: head 2c + i, dim ValueShare::dim(r, 2 j + k), relative to its top and to `unit`.
+// A running softmax over the warp's tokens, logits in units of log 2. `top` and `total` are head r's, the total over
+// the lane's own tokens. acc[j][i + 2 k]: head 2c + i, dim ValueShare::dim(r, 2 j + k), relative to its top and to
+// `power`.
 template <class Shape>
 struct WarpSums {
   float acc[Shape::kProducts][4], top, total;
-  float unit;  // a power of two near the largest value scale: weights times scales fit into float16 beside it
+  float power;  // a power of two near the largest value scale: weights times scales fit into float16 beside it
 
   __device__ void clear() {
 #pragma unroll
     for (int j = 0; j < Shape::kProducts; ++j)
       for (int i = 0; i < 4; ++i) acc[j][i] = 0;
     top = -INFINITY, total = 0;
-    unit = is_quantised<typename Shape::C> ? 0x1p-126f : 1.0f;
+    power = is_quantised<typename Shape::C> ? 0x1p-126f : 1.0f;
   }
 
   // By `shrink` of head r.
@@ -201,8 +204,9 @@ struct WarpSums {
 template <class Shape>
 using Scores = float[4 * Shape::kSubtiles];  // of head r and token Shape::token(index): products, then logits, weights
 
-// A product's 16 rows are 8 heads with the dims of one step and the same heads with those of the next: so of the product
-// with one step's K the first half counts, of that with the next step's the second. What else is summed is not looked at.
+// The 16 rows of a product are 8 heads with the dims of one step, then the same heads with the dims of the next. So
+// only the first half of the product with one step's K is a score, and the second half of that with the next step's.
+// The other halves mix dims of different steps and are ignored.
 template <class Shape>
 __device__ __forceinline__ void score_tile(Scores<Shape>& scores, const Tile<Shape>& tile,
                                            const QueryTile<Shape>& queries, int lane) {
@@ -249,18 +253,18 @@ __device__ __forceinline__ void finish_scores(Scores<Shape>& scores, float facto
       if (const int token = Shape::token(i, lane); token < begin || token >= end) scores[i] = -INFINITY;
 }
 
-// Weights times value scales, relative to `unit`, which follows the largest scale.
+// Weights times value scales, relative to `power`, which follows the largest scale.
 template <class Shape>
 __device__ __forceinline__ void scale_weights(WarpSums<Shape>& sums, Scores<Shape>& weights, float own_scale,
                                               int lane) {
-  if (__any_sync(kAllLanes, own_scale > 2 * sums.unit)) {
+  if (__any_sync(kAllLanes, own_scale > 2 * sums.power)) {
     float largest = own_scale;
     for (int width = 1; width < 32; width *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, width));
-    const float unit = power_of_two_below(largest);
-    sums.rescale(sums.unit * inverse_power(unit), lane);
-    sums.unit = unit;
+    const float power = power_of_two_below(largest);
+    sums.rescale(sums.power * inverse_power(power), lane);
+    sums.power = power;
   }
-  own_scale *= inverse_power(sums.unit);
+  own_scale *= inverse_power(sums.power);
 #pragma unroll
   for (int i = 0; i < 4 * Shape::kSubtiles; ++i) weights[i] *= __shfl_sync(kAllLanes, own_scale, Shape::token(i, lane));
 }

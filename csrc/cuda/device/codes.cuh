@@ -1,5 +1,5 @@
-// Codes of a quantised cache to float16 pairs, four at a time: exact, since both kinds of codes fit its 11 bits. And
-// floats to codes, rounded as narrow() does.
+// Conversions of codes on the device: four codes to two pairs of float16, exactly, and floats to codes, rounded as
+// narrow() rounds. Every type of codes must fit the 11 significant bits of float16.
 #pragma once
 #include "../../types.h"
 #include "gpu.h"

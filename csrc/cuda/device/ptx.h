@@ -1,7 +1,7 @@
 // The instructions that C++ has no words for: all inline PTX of the kernels stands here (nvcc only).
 //
-// Under the emulator csrc/testing/ offers the same names; there each is what the PTX manual says of it. Lane letters as in
-// the manual's figures: r = lane / 4, c = lane % 4.
+// Under the emulator csrc/testing/ offers the same names; there each is what the PTX manual says of it. Lane letters as
+// in the manual's figures: r = lane / 4, c = lane % 4.
 #pragma once
 #include <cuda_runtime.h>
 

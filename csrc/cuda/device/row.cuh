@@ -1,8 +1,9 @@
 // A row [D] of one token and head, spread over kRowLanes lanes, and what is done to it: norm, rotation, quantising.
 //
-// Lane l of the kRowLanes keeps elements 8 c ... 8 c + 7 of the lower half of the row, for c = l, l + kRowLanes, ..., and
-// the same of the upper half: the two numbers that RoPE turns together are in one lane, and every access is 16 bytes (of
-// 16-bit numbers) or 8 bytes (of codes). D is a multiple of 16, up to 128 * kChunks; lanes past the row hold zeros.
+// Lane l of the kRowLanes keeps elements 8 c ... 8 c + 7 of the lower half of the row, for c = l, l + kRowLanes, ...,
+// and the same of the upper half: the two numbers that RoPE turns together are in one lane, and every access is 16
+// bytes (of 16-bit numbers) or 8 bytes (of codes). D is a multiple of 16, up to 128 * kPacks; lanes past the row hold
+// zeros.
 // Rounding is that of csrc/cpu/vec/quantise.h, number by number.
 #pragma once
 #include <cfloat>
@@ -13,33 +14,33 @@
 namespace kvpager::cuda {
 
 constexpr int kRowLanes = 8;
-constexpr int kChunk = 8;  // elements
+constexpr int kPack = 8;  // elements
 
-// Whether the kernels that spread rows over lanes take a call: 16-bit numbers, a head dim that the lanes share in chunks,
-// memory aligned to 16 bytes (`numbers` says of what is read), caches to a chunk. For launchers.
+// Whether the kernels that spread rows over lanes take a call: 16-bit numbers, a head dim that the lanes share in
+// packs, memory aligned to 16 bytes (`numbers` says of what is read), caches to a pack. For launchers.
 template <class T, class C>
 bool takes_rows(const PoolShape& pool, const Alignment& numbers, const Cache<C>& key_cache,
                 const Cache<C>& value_cache) {
   const Alignment caches = Alignment().cache(key_cache, sizeof(C)).cache(value_cache, sizeof(C));
-  return sizeof(T) == 2 && pool.head_dim % (2 * kChunk) == 0 && pool.head_dim <= 4 * kRowLanes * kChunk &&
-         numbers.fits(16) && caches.fits(kChunk * sizeof(C));
+  return sizeof(T) == 2 && pool.head_dim % (2 * kPack) == 0 && pool.head_dim <= 4 * kRowLanes * kPack &&
+         numbers.fits(16) && caches.fits(kPack * sizeof(C));
 }
 
-template <int kChunks>
-struct RowPart {
-  float low[kChunks][kChunk], high[kChunks][kChunk];
+template <int kPacks>
+struct RowShare {
+  float low[kPacks][kPack], high[kPacks][kPack];
 };
 
-// First element, within a half, of chunk `index` of this lane.
-__device__ __forceinline__ int chunk_start(int index) {
-  return (static_cast<int>(threadIdx.x) % kRowLanes + index * kRowLanes) * kChunk;
+// First element, within a half, of pack `index` of this lane.
+__device__ __forceinline__ int pack_start(int index) {
+  return (static_cast<int>(threadIdx.x) % kRowLanes + index * kRowLanes) * kPack;
 }
 
 template <class T>
-__device__ __forceinline__ void load_chunk(const T* source, float (&numbers)[kChunk]) {
-  constexpr int kAtOnce = 16 / sizeof(T) < kChunk ? 16 / sizeof(T) : kChunk;
+__device__ __forceinline__ void load_numbers(const T* source, float (&numbers)[kPack]) {
+  constexpr int kAtOnce = 16 / sizeof(T) < kPack ? 16 / sizeof(T) : kPack;
 #pragma unroll
-  for (int first = 0; first < kChunk; first += kAtOnce) {
+  for (int first = 0; first < kPack; first += kAtOnce) {
     const Pack<T, kAtOnce> pack = load_pack<T, kAtOnce>(source + first);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) numbers[first + i] = widen(pack.at[i]);
@@ -47,61 +48,61 @@ __device__ __forceinline__ void load_chunk(const T* source, float (&numbers)[kCh
 }
 
 template <class T>
-__device__ __forceinline__ void store_chunk(T* target, const float (&numbers)[kChunk], float factor) {
+__device__ __forceinline__ void store_numbers(T* target, const float (&numbers)[kPack], float factor) {
   if constexpr (is_quantised<T>) {
-    Pack<uint16_t, kChunk / 2> pack;
+    Pack<uint16_t, kPack / 2> pack;
 #pragma unroll
-    for (int i = 0; i < kChunk; i += 2)
+    for (int i = 0; i < kPack; i += 2)
       pack.at[i / 2] = static_cast<uint16_t>(two_codes<T>(numbers[i] * factor, numbers[i + 1] * factor));
     store_pack(reinterpret_cast<uint16_t*>(target), pack);
   } else {
-    Pack<T, kChunk> pack;
+    Pack<T, kPack> pack;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) pack.at[i] = narrow<T>(numbers[i] * factor);
+    for (int i = 0; i < kPack; ++i) pack.at[i] = narrow<T>(numbers[i] * factor);
     store_pack(target, pack);
   }
 }
 
-template <class T, int kChunks>
-__device__ __forceinline__ void load_row(const T* row, int half, RowPart<kChunks>& part) {
+template <class T, int kPacks>
+__device__ __forceinline__ void load_row(const T* row, int half, RowShare<kPacks>& share) {
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int d = chunk_start(c);
+  for (int c = 0; c < kPacks; ++c) {
+    const int d = pack_start(c);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) part.low[c][i] = part.high[c][i] = 0;
+    for (int i = 0; i < kPack; ++i) share.low[c][i] = share.high[c][i] = 0;
     if (row == nullptr || d >= half) continue;
-    load_chunk(row + d, part.low[c]);
-    load_chunk(row + half + d, part.high[c]);
+    load_numbers(row + d, share.low[c]);
+    load_numbers(row + half + d, share.high[c]);
   }
 }
 
-template <class T, int kChunks>
-__device__ __forceinline__ void store_row(const RowPart<kChunks>& part, int half, float factor, T* row) {
+template <class T, int kPacks>
+__device__ __forceinline__ void store_row(const RowShare<kPacks>& share, int half, float factor, T* row) {
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int d = chunk_start(c);
+  for (int c = 0; c < kPacks; ++c) {
+    const int d = pack_start(c);
     if (d >= half) continue;
-    store_chunk(row + d, part.low[c], factor);
-    store_chunk(row + half + d, part.high[c], factor);
+    store_numbers(row + d, share.low[c], factor);
+    store_numbers(row + half + d, share.high[c], factor);
   }
 }
 
 // As it is, bit for bit.
-template <int kChunks, class T>
+template <int kPacks, class T>
 __device__ __forceinline__ void copy_row(const T* row, int half, T* target) {
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int d = chunk_start(c);
+  for (int c = 0; c < kPacks; ++c) {
+    const int d = pack_start(c);
     if (d >= half) continue;
-    store_pack(target + d, load_pack<T, kChunk>(row + d));
-    store_pack(target + half + d, load_pack<T, kChunk>(row + half + d));
+    store_pack(target + d, load_pack<T, kPack>(row + d));
+    store_pack(target + half + d, load_pack<T, kPack>(row + half + d));
   }
 }
 
-__device__ __forceinline__ float row_sum(float part) {
+__device__ __forceinline__ float row_sum(float share) {
 #pragma unroll
-  for (int width = kRowLanes / 2; width > 0; width /= 2) part += __shfl_xor_sync(0xffffffffu, part, width);
-  return part;
+  for (int width = kRowLanes / 2; width > 0; width /= 2) share += __shfl_xor_sync(0xffffffffu, share, width);
+  return share;
 }
 
 // What a row is multiplied with to become codes, and the scale that takes them back. `bad`: it holds a NaN or an inf.
@@ -113,14 +114,14 @@ __device__ __forceinline__ void scale_of_row(float top, bool bad, float& factor,
 }
 
 // Largest magnitude of a row, and whether it holds a NaN or an inf; the same in all its lanes. Called by whole warps.
-template <int kChunks>
-__device__ __forceinline__ float top_of_row(const RowPart<kChunks>& part, bool& bad) {
+template <int kPacks>
+__device__ __forceinline__ float top_of_row(const RowShare<kPacks>& share, bool& bad) {
   float top = 0, poison = 0;  // 0 * inf and 0 * NaN are NaN
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c)
+  for (int c = 0; c < kPacks; ++c)
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const float low = fabsf(part.low[c][i]), high = fabsf(part.high[c][i]);
+    for (int i = 0; i < kPack; ++i) {
+      const float low = fabsf(share.low[c][i]), high = fabsf(share.high[c][i]);
       top = low > top ? low : top;
       top = high > top ? high : top;
       poison += low * 0.0f + high * 0.0f;
@@ -134,22 +135,22 @@ __device__ __forceinline__ float top_of_row(const RowPart<kChunks>& part, bool& 
   return top;
 }
 
-// A row to its place in a quantised cache, with its own scale, which is written, or under the one of all. Called by whole
-// warps; `target` is null in lanes whose row goes nowhere.
-template <class C, int kChunks>
-__device__ __forceinline__ void write_codes(const RowPart<kChunks>& part, int half, const Scales<float>& scales,
+// A row to its place in a quantised cache, with its own scale, which is written, or under the one of all. Called by
+// whole warps; `target` is null in lanes whose row goes nowhere.
+template <class C, int kPacks>
+__device__ __forceinline__ void write_codes(const RowShare<kPacks>& share, int half, const Scales<float>& scales,
                                             float* scale_target, C* target) {
   if (scales.fixed) {
-    if (target != nullptr) store_row(part, half, 1.0f / *scales.data, target);
+    if (target != nullptr) store_row(share, half, 1.0f / *scales.data, target);
     return;
   }
   float factor, scale;
   bool bad;
-  const float top = top_of_row(part, bad);
+  const float top = top_of_row(share, bad);
   scale_of_row<C>(top, bad, factor, scale);
   if (target == nullptr) return;
   if (threadIdx.x % kRowLanes == 0) *scale_target = scale;
-  bad ? store_row(RowPart<kChunks>{}, half, 0.0f, target) : store_row(part, half, factor, target);  // 0 * inf is NaN
+  bad ? store_row(RowShare<kPacks>{}, half, 0.0f, target) : store_row(share, half, factor, target);  // 0 * inf is NaN
 }
 
 // The same for a row [D] of any layout, by a warp. `number(d)` gives its elements, as often as asked.

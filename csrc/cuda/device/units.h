@@ -1,7 +1,7 @@
-// Wide accesses: bits are moved in the widest unit, up to 16 bytes, that divides every address and stride in play.
+// Units: the widest accesses, up to 16 bytes, that divide every address and stride of a call.
 //
-// A launcher measures once, on the host, and picks a kernel for that unit; the kernel then counts in units, never in
-// elements, so that one source serves every dtype and every alignment.
+// A launcher measures once, on the host, and picks the kernel for that unit. The kernel then counts in units in place
+// of elements, so that one source serves every dtype and every alignment.
 #pragma once
 #include <cstdint>
 

@@ -25,7 +25,7 @@ void write(const QkNormRopeWriteParams<T, C>& params, const Tensor& beside) {
                                   .address(params.cos_sin)
                                   .offset(params.cos_sin_stride * static_cast<int64_t>(sizeof(float)));
     if (takes_rows<T>(params.pool, numbers, params.key_cache, params.value_cache))
-      return params.pool.head_dim <= 2 * kRowLanes * kChunk
+      return params.pool.head_dim <= 2 * kRowLanes * kPack
                  ? launch(qk_norm_rope_write_rows_kernel<T, C, 1>, kRowsPerBlock)
                  : launch(qk_norm_rope_write_rows_kernel<T, C, 2>, kRowsPerBlock);
   }

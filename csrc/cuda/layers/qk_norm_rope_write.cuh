@@ -1,8 +1,8 @@
 // QK-norm, RoPE, quantising and slot write of a step's tokens in one pass over their QKV rows.
 //
-// A row is one head of one token: H query heads, K key heads, K value heads. Fast: kRowLanes lanes a row (device/row.cuh), 16
-// rows a block: a row is read once, normed, turned and quantised in registers, and written once. Plain, for any even head
-// dim, stride and dtype: a warp a row, element by element, recomputed for each use.
+// A row is one head of one token: H query heads, K key heads, K value heads. Fast: kRowLanes lanes a row
+// (device/row.cuh), 16 rows a block: a row is read once, normed, turned and quantised in registers, and written once.
+// Plain, for any even head dim, stride and dtype: a warp a row, element by element, recomputed for each use.
 // Bytes moved: T (H + 2 K) D numbers in, as many out (codes for K and V), and the angles out of L2.
 // In flight: 32 bytes a thread, 32 KB on an SM of 1024 threads.
 // budget: kernel=qk_norm_rope_write_rows_kernel registers=104 shared=0 spills=0 threads=128
@@ -32,50 +32,50 @@ __device__ __forceinline__ TokenRow token_row(const QkNormRopeWriteParams<T, C>&
 }
 
 // 1 / rms of a row. Called by whole warps.
-template <int kChunks>
-__device__ __forceinline__ float norm_factor(const RowPart<kChunks>& part, int half, float eps) {
+template <int kPacks>
+__device__ __forceinline__ float norm_factor(const RowShare<kPacks>& share, int half, float eps) {
   float squares = 0;
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c)
+  for (int c = 0; c < kPacks; ++c)
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) squares += part.low[c][i] * part.low[c][i] + part.high[c][i] * part.high[c][i];
+    for (int i = 0; i < kPack; ++i) squares += share.low[c][i] * share.low[c][i] + share.high[c][i] * share.high[c][i];
   return 1.0f / sqrtf(row_sum(squares) / static_cast<float>(2 * half) + eps);
 }
 
 // times factor and weight, where there is a weight
 template <class T>
-__device__ __forceinline__ void weigh(const T* weight, float factor, float (&numbers)[kChunk]) {
-  float weights[kChunk];
-  load_chunk(weight, weights);
+__device__ __forceinline__ void weigh(const T* weight, float factor, float (&numbers)[kPack]) {
+  float weights[kPack];
+  load_numbers(weight, weights);
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) numbers[i] = numbers[i] * factor * weights[i];
+  for (int i = 0; i < kPack; ++i) numbers[i] = numbers[i] * factor * weights[i];
 }
 
-template <class T, int kChunks>
+template <class T, int kPacks>
 __device__ __forceinline__ void norm_and_turn(const T* weight, float factor, const float* angles, int half,
-                                              RowPart<kChunks>& part) {
+                                              RowShare<kPacks>& share) {
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int d = chunk_start(c);
+  for (int c = 0; c < kPacks; ++c) {
+    const int d = pack_start(c);
     if (d >= half) continue;
     if (weight != nullptr) {
-      weigh(weight + d, factor, part.low[c]);
-      weigh(weight + half + d, factor, part.high[c]);
+      weigh(weight + d, factor, share.low[c]);
+      weigh(weight + half + d, factor, share.high[c]);
     }
-    float cosines[kChunk], sines[kChunk];
-    load_chunk(angles + d, cosines);
-    load_chunk(angles + half + d, sines);
+    float cosines[kPack], sines[kPack];
+    load_numbers(angles + d, cosines);
+    load_numbers(angles + half + d, sines);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const float low = part.low[c][i], high = part.high[c][i];
-      part.low[c][i] = low * cosines[i] - high * sines[i];
-      part.high[c][i] = high * cosines[i] + low * sines[i];
+    for (int i = 0; i < kPack; ++i) {
+      const float low = share.low[c][i], high = share.high[c][i];
+      share.low[c][i] = low * cosines[i] - high * sines[i];
+      share.high[c][i] = high * cosines[i] + low * sines[i];
     }
   }
 }
 
 // grid (num_tokens, (H + 2 K) / kRowsPerBlock rounded up), block kWriteThreads
-template <class T, class C, int kChunks>
+template <class T, class C, int kPacks>
 __global__ void __launch_bounds__(kWriteThreads)
     qk_norm_rope_write_rows_kernel(QkNormRopeWriteParams<T, C> p, unsigned* errors) {
   const int64_t H = p.num_heads, K = p.pool.num_kv_heads, S = p.pool.block_size;
@@ -89,17 +89,17 @@ __global__ void __launch_bounds__(kWriteThreads)
   const int64_t head = is_value ? row.head - H - K : row.head - H, block = row.slot / S, offset = row.slot % S;
   C* target = is_written ? (is_value ? p.value_cache : p.key_cache).at(block, head, offset) : nullptr;
   // A warp may hold rows of several kinds, and its shuffles need all of its lanes: they run for every row.
-  RowPart<kChunks> part;
-  load_row(source, half, part);
-  const float factor = norm_factor(part, half, p.eps);
+  RowShare<kPacks> share;
+  load_row(source, half, share);
+  const float factor = norm_factor(share, half, p.eps);
   if (!is_value)
-    norm_and_turn(is_query ? p.q_weight : p.k_weight, factor, p.cos_sin + row.position * p.cos_sin_stride, half, part);
-  if (exists && is_query) store_row(part, half, 1.0f, p.query_out.at(row.token, row.head));
+    norm_and_turn(is_query ? p.q_weight : p.k_weight, factor, p.cos_sin + row.position * p.cos_sin_stride, half, share);
+  if (exists && is_query) store_row(share, half, 1.0f, p.query_out.at(row.token, row.head));
   if constexpr (is_quantised<C>) {
     const Scales<float>& scales = is_value ? p.value_scale : p.key_scale;
-    write_codes(part, half, scales, is_written ? scales.at(block, head, offset) : nullptr, target);
+    write_codes(share, half, scales, is_written ? scales.at(block, head, offset) : nullptr, target);
   } else if (target != nullptr) {
-    is_value ? copy_row<kChunks>(source, half, target) : store_row(part, half, 1.0f, target);
+    is_value ? copy_row<kPacks>(source, half, target) : store_row(share, half, 1.0f, target);
   }
 }
 

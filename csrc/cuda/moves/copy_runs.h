@@ -14,8 +14,9 @@ struct CopyRun {
   size_t bytes;
 };
 
-// Adds the runs of one pair of caches to a plan, each run of a block through all pairs before the next: where blocks that
-// follow each other are swapped to blocks that do, one run spans them. The pairs are checked. O(pairs * runs of a block).
+// Adds the runs of one pair of caches to a plan, each run of a block through all pairs before the next: where blocks
+// that follow each other are swapped to blocks that do, one run spans them. The pairs are checked. O(pairs * runs of a
+// block).
 void plan_copies(const char* source, char* target, const BlockShape& shape, int64_t element_bytes,
                  const Grid<const int64_t>& pairs, int64_t num_pairs, std::vector<CopyRun>& plan);
 

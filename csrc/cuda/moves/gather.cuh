@@ -48,7 +48,8 @@ __device__ void check_gather(const P& p, unsigned* errors) {
   }
 }
 
-// grid (num_rows, at least 1), block kGatherThreads. `p` is in units of U: head_dim and every stride of rows and caches.
+// grid (num_rows, at least 1), block kGatherThreads. `p` is in units of U: head_dim and every stride of rows and
+// caches.
 template <class U>
 __global__ void __launch_bounds__(kGatherThreads) gather_kv_kernel(GatherParams<U, U> p, unsigned* errors) {
   if (blockIdx.x == 0) check_gather(p, errors);

@@ -1,7 +1,7 @@
-// The CUDA op `swap_blocks`: whole blocks between a device and pinned host memory, or within either, on the caller's stream.
-// It never waits:
+// The CUDA op `swap_blocks`: whole blocks between a device and pinned host memory, or within either, on the caller's
+// stream. It never waits:
 //  * pairs on the host: a plan of merged runs (copy_runs.h), given to the copy engines as one batch
-//    (cudaMemcpyBatchAsync). Where that is not to be had (an older CUDA, the legacy default stream, a graph that is being
+// (cudaMemcpyBatchAsync). Where that is not to be had (an older CUDA, the legacy default stream, a graph that is being
 //    captured, which then holds these pairs for good), run by run.
 //  * pairs on the device: the kernel of copy_blocks, which reads and writes the host's memory through its mapping. That
 //    can be captured in a graph and replayed with new pairs; it takes multiprocessors from whatever else runs.

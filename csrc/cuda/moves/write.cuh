@@ -1,6 +1,7 @@
 // Writing tokens into their slots, as bits: one block per token, each thread moves a unit of K and one of V at a time.
 //
-// Bytes moved: 2 T K D elements in, as many out. In flight: 2 units (32 bytes) a thread, 64 KB on an SM of 2048 threads.
+// Bytes moved: 2 T K D elements in, as many out. In flight: 2 units (32 bytes) a thread, 64 KB on an SM of 2048
+// threads.
 // budget: kernel=write_kv_kernel registers=32 shared=0 spills=0 threads=128
 // budget: kernel=write_kv_kernel<Unit16 registers=32 shared=0 spills=0 threads=128 loads16=2
 #pragma once

@@ -51,7 +51,7 @@ void write_quantised(const WriteParams<T, C>& params, const Tensor& beside) {
   };
   if constexpr (sizeof(T) == 2) {
     if (takes_rows<T>(params.pool, numbers, params.key_cache, params.value_cache))
-      return params.pool.head_dim <= 2 * kRowLanes * kChunk
+      return params.pool.head_dim <= 2 * kRowLanes * kPack
                  ? launch(write_quantised_rows_kernel<T, C, 1>, kRowsPerBlock)
                  : launch(write_quantised_rows_kernel<T, C, 2>, kRowsPerBlock);
   }

@@ -2,16 +2,16 @@
 //
 // A row is one query token and one query head of a kv head's group, tokens outermost, so that a group shares K and V.
 // A block of four warps has 64 rows of one sequence and kv head (16 a warp), or, where the rows of a sequence are few,
-// 16 rows that its warps share, each with a quarter of the positions. It walks over tiles of positions that its rows see:
-// the next tile is on its way (cp.async) while the tensor cores work on this one: S = Q K^T, online softmax in base 2,
-// O += P V, with P rounded to 16 bits. Codes of quantised caches become 16-bit numbers on the way (exactly), the scale of
-// a key is applied to its scores, that of a value to its weights.
+// 16 rows that its warps share, each with a quarter of the positions. It walks over tiles of positions that its rows
+// see: the next tile is on its way (cp.async) while the tensor cores work on this one: S = Q K^T, online softmax in
+// base 2, O += P V, with P rounded to 16 bits. Codes of quantised caches become 16-bit numbers on the way (exactly),
+// the scale of a key is applied to its scores, that of a value to its weights.
 //
-// The size of the grid is computed from shapes alone, so the host needs no lengths. With R(b) rows before sequence b, the
-// blocks of b begin at R(b) / (rows of a block) + b: that leaves room for all rows of every sequence, and blocks without
-// rows return. The last blocks of the line run first, since they see the most positions. Query rows past the last sequence
-// count as a sequence of length 0: zeros, and lse -inf.
-// A row's numbers depend only on its own position and on the tiles, which lie at absolute multiples of kTile.
+// The size of the grid is computed from shapes alone, so the host needs no lengths. With R(b) rows before sequence b,
+// the blocks of b begin at R(b) / (rows of a block) + b: that leaves room for all rows of every sequence, and blocks
+// without rows return. The last blocks of the line run first, since they see the most positions. Query rows past the
+// last sequence count as a sequence of length 0: zeros, and lse -inf. A row's numbers depend only on its own position
+// and on the tiles, which lie at absolute multiples of kTile.
 //
 // Where the sequences of few rows are few as well, their positions are cut into `num_parts` parts, a block each: each
 // block leaves a partial result in a workspace, and the last to arrive merges them in order.
@@ -31,7 +31,7 @@ namespace kvpager::cuda::prefill {
 template <class T, class C, int kHeadDim, int kRowWarps>
 class PrefillBlock {
   using Shape = PrefillShape<C, kHeadDim, kRowWarps>;
-  static constexpr int kChunks = Shape::kChunks, kSteps = kHeadDim / 16, kColumns = Shape::kColumns;
+  static constexpr int kPacks = Shape::kPacks, kSteps = kHeadDim / 16, kColumns = Shape::kColumns;
 
  public:
   __device__ __forceinline__ PrefillBlock(const AttentionParams<T, C>& params, const PrefillRows& rows, int64_t kv_head,
@@ -92,23 +92,23 @@ class PrefillBlock {
   // Queries and the first tile into shared memory, and what every row begins with.
   __device__ __forceinline__ void start() {
     char* queries = own.memory + Shape::kQueryAt;
-    for (int i = threadIdx.x; i < Shape::kRows * kChunks; i += kPrefillThreads) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const bool wanted = row < own.rows.num_rows && chunk * 8 < own.p.pool.head_dim;
+    for (int i = threadIdx.x; i < Shape::kRows * kPacks; i += kPrefillThreads) {
+      const int row = i / kPacks, pack = i % kPacks;
+      const bool wanted = row < own.rows.num_rows && pack * 8 < own.p.pool.head_dim;
       const int32_t packed = own.rows.first_row + row;
       // In bounds: a row below num_rows is one of the sequence's tokens and of the kv head's group.
       const T* from = wanted ? own.p.query.at(own.rows.first_token + packed / own.group(),
                                               own.kv_head * own.group() + packed % own.group()) +
-                                   chunk * 8
+                                   pack * 8
                              : own.p.query.data;
-      cp_async_16(queries + chunk_at<kChunks>(row, chunk), from, wanted);
+      cp_async_16(queries + pack_at<kPacks>(row, pack), from, wanted);
     }
     fetch(begin, 0);
     cp_async_wait<0>();
     __syncthreads();
     if constexpr (Shape::kQueryInRegisters) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) query_fragment<kChunks>(query[step], queries, own.warp_row, step);
+      for (int step = 0; step < kSteps; ++step) query_fragment<kPacks>(query[step], queries, own.warp_row, step);
       __syncthreads();  // the memory of the queries becomes a tile's
     }
     own.begin_rows();
@@ -124,17 +124,17 @@ class PrefillBlock {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = query[step][i];
       } else {
-        query_fragment<kChunks>(a, own.memory + Shape::kQueryAt, own.warp_row, step);
+        query_fragment<kPacks>(a, own.memory + Shape::kQueryAt, own.warp_row, step);
       }
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];
-        key_fragment<kChunks>(b, keys, own.warp_column + 16 * n, step);
+        key_fragment<kPacks>(b, keys, own.warp_column + 16 * n, step);
         Tensor16<T>::multiply(score[2 * n], a, b[0], b[1]);
         Tensor16<T>::multiply(score[2 * n + 1], a, b[2], b[3]);
       }
     }
-    own.bend(base, score);
+    own.finish_scores(base, score);
     float shrink[2];
     own.weigh(score, shrink);
 #pragma unroll
@@ -148,11 +148,11 @@ class PrefillBlock {
                              Tensor16<T>::pack(score[2 * n + 1][0], score[2 * n + 1][1]),
                              Tensor16<T>::pack(score[2 * n + 1][2], score[2 * n + 1][3])};
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk += 2) {
+      for (int pack = 0; pack < kPacks; pack += 2) {
         uint32_t b[4];
-        value_fragment<kChunks>(b, values, own.warp_column + 16 * n, chunk);
-        Tensor16<T>::multiply(own.sums[chunk], a, b[0], b[1]);
-        Tensor16<T>::multiply(own.sums[chunk + 1], a, b[2], b[3]);
+        value_fragment<kPacks>(b, values, own.warp_column + 16 * n, pack);
+        Tensor16<T>::multiply(own.sums[pack], a, b[0], b[1]);
+        Tensor16<T>::multiply(own.sums[pack + 1], a, b[2], b[3]);
       }
     }
   }

@@ -1,7 +1,7 @@
-// What a lane of prefill knows of its block and holds of its two rows: positions, sums, and the online softmax over them.
+// One lane of prefill: its two rows, their positions and sums, and the online softmax over them.
 //
-// Of a warp's 16 rows lane l has rows l / 4 and l / 4 + 8 ("halves"), of each the columns of a fragment: 2 (l % 4) and the
-// next of every 8. So four lanes share a row.
+// Lane l has rows l / 4 and l / 4 + 8 ("halves") of the warp's 16. Of each it has the columns of a fragment: of every
+// 8, column 2 (l % 4) and the next. So four lanes share a row.
 #pragma once
 #include "merge.cuh"
 #include "tile.cuh"
@@ -47,8 +47,8 @@ struct PrefillLane {
       for (int e = 0; e < 4; ++e) sums[n][e] = 0;
   }
 
-  // Products to logits in base 2: scales, softcap, and -inf where a row sees nothing.
-  __device__ __forceinline__ void bend(int32_t base, float (&score)[kColumns / 8][4]) const {
+  // Products to logits in units of log 2: scales, softcap, and -inf where a row sees nothing.
+  __device__ __forceinline__ void finish_scores(int32_t base, float (&score)[kColumns / 8][4]) const {
     const float factor = p.options.scale * kLog2E, capped = p.options.scale / p.options.softcap;
     const bool all_see_all =
         base + Shape::kTile - 1 <= rows.first_position && base >= p.options.first_visible(rows.last_position);
@@ -87,7 +87,7 @@ struct PrefillLane {
       top[half] = highest;
       total[half] *= shrink[half];
     }
-    const float unit = value_unit();
+    const float inverse_power = next_value_power();
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -96,19 +96,19 @@ struct PrefillLane {
         total[e / 2] += weight;
         score[n][e] = weight;
         if constexpr (Shape::kCodes)
-          score[n][e] *= scales()[Shape::kTile + warp_column + 8 * n + lane % 4 * 2 + e % 2] * unit;
+          score[n][e] *= scales()[Shape::kTile + warp_column + 8 * n + lane % 4 * 2 + e % 2] * inverse_power;
       }
-    if constexpr (kHasUnit) {
-      shrink[0] *= unit_change;
-      shrink[1] *= unit_change;
+    if constexpr (kHasPower) {
+      shrink[0] *= power_change;
+      shrink[1] *= power_change;
     }
   }
 
-  // Weights times scales must fit float16, whatever the scales are: sums are kept in units of the largest power of two
-  // below any scale so far. Returns 1 / unit; bfloat16 has the range of float and needs none.
-  static constexpr bool kHasUnit = Shape::kCodes && std::is_same_v<T, float16>;
-  __device__ __forceinline__ float value_unit() {
-    if constexpr (!kHasUnit) return 1.0f;
+  // Weights times scales must fit float16, whatever the scales are: sums are kept divided by the largest power of two
+  // below any scale so far. Returns the inverse of that power. bfloat16 has the range of float and needs none.
+  static constexpr bool kHasPower = Shape::kCodes && std::is_same_v<T, float16>;
+  __device__ __forceinline__ float next_value_power() {
+    if constexpr (!kHasPower) return 1.0f;
     float largest = 0;
     for (int i = lane; i < kColumns; i += 32) {
       const float scale = scales()[Shape::kTile + warp_column + i];
@@ -120,10 +120,10 @@ struct PrefillLane {
       largest = other > largest ? other : largest;
     }
     const float power = float_of_bits(float_bits(largest) & 0x7f800000u);
-    const float before = value_scale_unit;
-    if (power > before) value_scale_unit = power;
-    unit_change = before / value_scale_unit;
-    return 1.0f / value_scale_unit;
+    const float before = value_power;
+    if (power > before) value_power = power;
+    power_change = before / value_power;
+    return 1.0f / value_power;
   }
 
   // After the last tile: the totals of the four lanes of a row.
@@ -140,8 +140,8 @@ struct PrefillLane {
   const SharedRows& shared;
   char* const memory;
   const int lane, warp, warp_row, warp_column;
-  float sums[kHeadDim / 8][4], top[2], total[2];  // out times total, in units of value_scale_unit; the largest logit
-  float value_scale_unit = kHasUnit ? 0x1p-120f : 1.0f, unit_change = 1.0f;
+  float sums[kHeadDim / 8][4], top[2], total[2];  // out times total, divided by value_power; the largest logit
+  float value_power = kHasPower ? 0x1p-120f : 1.0f, power_change = 1.0f;
   int32_t position[2];
 };
 

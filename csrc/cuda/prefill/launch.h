@@ -1,5 +1,5 @@
-// Between the op of prefill attention (paged_prefill.cu) and its kernels, which are compiled apart for each type of caches
-// (kernel.cache.cu).
+// Between the op of prefill attention (paged_prefill.cu) and its kernels, which are compiled apart for each type of
+// caches (kernel.cache.cu).
 #pragma once
 #include <algorithm>
 

@@ -1,8 +1,8 @@
 // The CUDA op `paged_prefill`: which kernel takes a call.
 //
 // kernel.cuh (tensor cores) where `takes_tensor_cores` says so: 16-bit queries, a head dim of at most 256 that 16-byte
-// accesses divide, aligned memory. Where a sequence has at most 8 query tokens, as with drafts to verify, its variant for
-// few rows. Else ../attention/plain.cuh, which takes everything.
+// accesses divide, aligned memory. Where a sequence has at most 8 query tokens, as with drafts to verify, its variant
+// for few rows. Else ../attention/plain.cuh, which takes everything.
 #include "../../attention/checks.h"
 #include "../attention/plain.h"
 #include "../device/scope.h"

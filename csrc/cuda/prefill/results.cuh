@@ -12,7 +12,7 @@ __device__ __forceinline__ void write_rows(const PrefillLane<T, C, kHeadDim, kRo
     if (!own.exists(half)) continue;
     const int64_t token = own.token_of(half), head = own.head_of(half);
     T* out = own.p.out.at(token, head);
-    const float factor = own.value_scale_unit / own.total[half];
+    const float factor = own.value_power / own.total[half];
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
       const int d = 8 * n + own.lane % 4 * 2;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void merge_warps(const PrefillLane<T, C, kHeadDim, kR
     for (int n = 0; n < kHeadDim / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        parts[row * kHeadDim + 8 * n + own.lane % 4 * 2 + e] = own.sums[n][2 * half + e] * own.value_scale_unit;
+        parts[row * kHeadDim + 8 * n + own.lane % 4 * 2 + e] = own.sums[n][2 * half + e] * own.value_power;
   }
   __syncthreads();
   const auto partial_of_warp = [&](int warp_index, int row, int d) {

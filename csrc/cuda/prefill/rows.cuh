@@ -7,7 +7,8 @@ namespace kvpager::cuda::prefill {
 constexpr int kPrefillThreads = 128;
 constexpr int kPrefillWarps = kPrefillThreads / 32;
 
-// The rows of query heads that a block computes: row i is query token first_row + i, divided by the group, of a sequence.
+// The rows that a block computes. Row i of them is row first_row + i of a sequence: query token (first_row + i) /
+// group, query head (first_row + i) % group of the kv head.
 struct PrefillRows {
   int64_t sequence, first_token;  // of the sequence
   int32_t length, query_len, first_row, num_rows;
@@ -15,7 +16,8 @@ struct PrefillRows {
   int32_t first_seen;                     // by the first row
 };
 
-// A block's rows; num_rows is 0 if it has none, or if a value does not fit (check_query_starts reports it). Same answer in every thread.
+// A block's rows; num_rows is 0 if it has none, or if a value does not fit (check_query_starts reports it). The same
+// answer in every thread.
 template <int kRows, class T, class C>
 __device__ PrefillRows prefill_rows(const AttentionParams<T, C>& p, int64_t block) {
   const int64_t group = p.num_heads / p.pool.num_kv_heads, B = p.num_sequences;

@@ -1,6 +1,6 @@
 // What one block of prefill holds in shared memory, how tiles of K and V get there, and the fragments read from them.
 //
-// All matrices have rows of kHeadDim 16-bit numbers, in chunks of 8 (16 bytes). Chunk c of row r lies at c ^ (r & 7), so
+// All matrices have rows of kHeadDim 16-bit numbers, in packs of 8 (16 bytes). Pack c of row r lies at c ^ (r & 7), so
 // that the eight rows of an 8 x 8 matrix come from all banks. Dims past the true head dim and positions that nobody may
 // see hold zeros; their memory is not read.
 #pragma once
@@ -43,7 +43,7 @@ struct PrefillShape {
   static constexpr int kTile = kHeadDim <= 128 || kRowWarps == 1 ? 64 : 32;  // positions
   static constexpr int kColumnWarps = kPrefillWarps / kRowWarps;
   static constexpr int kColumns = kTile / kColumnWarps;  // positions of a tile that one warp takes
-  static constexpr int kChunks = kHeadDim / 8;           // of a row
+  static constexpr int kPacks = kHeadDim / 8;            // of a row
   // Numbers: two stages of a K and a V tile, or one of numbers and behind it one of codes.
   static constexpr int kTileBytes = kTile * kHeadDim * 2;
   static constexpr int kCodeBytes = kTile * kHeadDim;
@@ -60,17 +60,17 @@ struct PrefillShape {
   static_assert(kMergeBytes <= kBytes && kQueryBytes <= kStageBytes && kColumns % 16 == 0);
 };
 
-// Byte offset of a chunk in a matrix of numbers.
-template <int kChunks>
-__device__ __forceinline__ int chunk_at(int row, int chunk) {
-  return (row * kChunks + (chunk ^ (row & 7))) * 16;
+// Byte offset of a pack in a matrix of numbers.
+template <int kPacks>
+__device__ __forceinline__ int pack_at(int row, int pack) {
+  return (row * kPacks + (pack ^ (row & 7))) * 16;
 }
 
 // Positions base ... base + kTile - 1 of K and V on their way into shared memory; the caller commits.
 template <class T, class C, class Shape>
 __device__ __forceinline__ void fetch_tile(const AttentionParams<T, C>& p, const PrefillRows& rows, int64_t kv_head,
                                            int32_t base, char* keys, char* values) {
-  constexpr int kPerCopy = 16 / sizeof(C), kCopies = Shape::kChunks * 8 / kPerCopy;  // of a row
+  constexpr int kPerCopy = 16 / sizeof(C), kCopies = Shape::kPacks * 8 / kPerCopy;  // of a row
   constexpr int kRowsAtOnce = kPrefillThreads / kCopies;
   static_assert(kPrefillThreads % kCopies == 0 && Shape::kTile % kRowsAtOnce == 0);
   const int copy = threadIdx.x % kCopies, d = copy * kPerCopy;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void fetch_tile(const AttentionParams<T, C>& p, const
       key = p.key_cache.at(block, kv_head, offset) + d;
       value = p.value_cache.at(block, kv_head, offset) + d;
     }
-    const int at = Shape::kCodes ? (row * kCopies + copy) * 16 : chunk_at<Shape::kChunks>(row, copy);
+    const int at = Shape::kCodes ? (row * kCopies + copy) * 16 : pack_at<Shape::kPacks>(row, copy);
     cp_async_16(keys + at, key, wanted);
     cp_async_16(values + at, value, wanted);
   }
@@ -111,7 +111,7 @@ __device__ __forceinline__ float fetch_scale(const AttentionParams<T, C>& p, con
 // A tile of codes to numbers of T: the codes themselves, their scales come later.
 template <class T, class C, class Shape>
 __device__ __forceinline__ void widen_tile(const char* codes, char* numbers) {
-  constexpr int kCopies = Shape::kChunks / 2;  // 16 codes each
+  constexpr int kCopies = Shape::kPacks / 2;  // 16 codes each
 #pragma unroll 4
   for (int i = threadIdx.x; i < Shape::kTile * kCopies; i += kPrefillThreads) {
     const uint4 sixteen = *reinterpret_cast<const uint4*>(codes + i * 16);
@@ -124,32 +124,32 @@ __device__ __forceinline__ void widen_tile(const char* codes, char* numbers) {
       wide[2 * word] = Tensor16<T>::of_f16x2(low);
       wide[2 * word + 1] = Tensor16<T>::of_f16x2(high);
     }
-    const int row = i / kCopies, chunk = i % kCopies * 2;
-    *reinterpret_cast<uint4*>(numbers + chunk_at<Shape::kChunks>(row, chunk)) =
+    const int row = i / kCopies, pack = i % kCopies * 2;
+    *reinterpret_cast<uint4*>(numbers + pack_at<Shape::kPacks>(row, pack)) =
         make_uint4(wide[0], wide[1], wide[2], wide[3]);
-    *reinterpret_cast<uint4*>(numbers + chunk_at<Shape::kChunks>(row, chunk + 1)) =
+    *reinterpret_cast<uint4*>(numbers + pack_at<Shape::kPacks>(row, pack + 1)) =
         make_uint4(wide[4], wide[5], wide[6], wide[7]);
   }
 }
 
 // Fragments, by ldmatrix: lane l names row l % 8 of matrix l / 8.
 // 16 query rows from `row`, dims 16 step ... 16 step + 15: the left factor.
-template <int kChunks>
+template <int kPacks>
 __device__ __forceinline__ void query_fragment(uint32_t (&a)[4], const char* queries, int row, int step) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
-  ldmatrix_x4(a, queries + chunk_at<kChunks>(row + matrix % 2 * 8 + lane % 8, 2 * step + matrix / 2));
+  ldmatrix_x4(a, queries + pack_at<kPacks>(row + matrix % 2 * 8 + lane % 8, 2 * step + matrix / 2));
 }
 // 16 positions from `row` of the same dims: right factors of positions 0 to 7 (b[0], b[1]) and 8 to 15 (b[2], b[3]).
-template <int kChunks>
+template <int kPacks>
 __device__ __forceinline__ void key_fragment(uint32_t (&b)[4], const char* keys, int row, int step) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
-  ldmatrix_x4(b, keys + chunk_at<kChunks>(row + matrix / 2 * 8 + lane % 8, 2 * step + matrix % 2));
+  ldmatrix_x4(b, keys + pack_at<kPacks>(row + matrix / 2 * 8 + lane % 8, 2 * step + matrix % 2));
 }
-// 16 positions from `row`, 16 dims from chunk `chunk`: right factors of the first 8 dims and of the next 8.
-template <int kChunks>
-__device__ __forceinline__ void value_fragment(uint32_t (&b)[4], const char* values, int row, int chunk) {
+// 16 positions from `row`, 16 dims from pack `pack`: right factors of the first 8 dims and of the next 8.
+template <int kPacks>
+__device__ __forceinline__ void value_fragment(uint32_t (&b)[4], const char* values, int row, int pack) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
-  ldmatrix_x4_trans(b, values + chunk_at<kChunks>(row + matrix % 2 * 8 + lane % 8, chunk + matrix / 2));
+  ldmatrix_x4_trans(b, values + pack_at<kPacks>(row + matrix % 2 * 8 + lane % 8, pack + matrix / 2));
 }
 
 }  // namespace kvpager::cuda::prefill
