@@ -96,7 +96,7 @@ bench-ops: $(BUILT) ## attention against the roofline of this machine
 bench-metadata: $(BUILT) ## the metadata plane: beside a floor, by pool size, through Python
 	cargo bench --bench metadata
 	cargo bench --bench flatness
-	$(PY) benches/metadata.py
+	$(PY) benches/metadata_python.py
 
 instructions: ## count its instructions (valgrind); fail if a row grew by more than 5 %
 	python3 benches/instructions.py

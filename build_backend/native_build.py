@@ -6,8 +6,8 @@ nvidia-cuda-nvcc and friends) the CUDA kernels are compiled in, with a static CU
 loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them, so
 that a header that changes costs the sources that include it.
 A source named `*.isa.cpp` is compiled once for each instruction set; the library picks one at run time
-(csrc/cpu/runtime/isa.h). One named `*.cache.cu` is compiled once for each type of caches: that of the queries, and every
-type of codes in the list of csrc/types.h.
+(csrc/cpu/runtime/isa.h). One named `*.cache.cu` is compiled once for each type of caches: that of the queries, and
+every type of codes in the list of csrc/types.h.
 
 What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
 """

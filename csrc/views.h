@@ -1,7 +1,7 @@
 // Views that kernels are given in place of tensors: a pointer and strides counted in elements. For the CPU and CUDA
 // alike, and free of any framework.
 //
-// Dimension letters are those of docs/design.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N
+// Dimension letters are those of docs/design/words.md: T tokens, B sequences, H query heads, K kv heads, D head dim, N
 // blocks, S block size, M blocks of a table row. The last dimension of every tensor of numbers or codes is contiguous.
 // Offsets are 64-bit, since block * stride passes 2^31 on real pools. `at` is in bounds when its indices are below the
 // sizes that stand beside it; the caller says why they are.
