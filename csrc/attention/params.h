@@ -11,7 +11,7 @@ struct ScorePlace {
 
 // How the product of a query and a key becomes a logit, and which positions a query sees. A: type of the arithmetic.
 // The plain kernels call `logit`. The others do the same on vectors and fragments, each in one place: `soften` and
-// `weigh` of the CPU kernels (cpu/decode, cpu/prefill), `finish_scores` of the CUDA kernels (cuda/decode/tile.cuh,
+// `weigh` of the CPU kernels (cpu/decode, cpu/prefill), `finish_scores` of the CUDA kernels (cuda/decode/piece.cuh,
 // cuda/prefill/lane.cuh).
 template <class A>
 struct AttentionOptions {
