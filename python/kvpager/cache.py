@@ -8,22 +8,20 @@ A quantised block holds its codes and, behind them, their scales, so that whatev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from kvpager import ops
+from kvpager.cache_dtypes import SCALE_BYTES, cache_dtype
+from kvpager.config import CacheConfig, CacheShape, bytes_per_block
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
 from kvpager.ops import backends
-from kvpager.ops.checks import FLOAT_DTYPES, QUANTISED_DTYPES, check_factors, refuse, require_tensors
+from kvpager.ops.checks import QUANTISED_DTYPES, check_factors, refuse, require_tensors
 from kvpager.ops.layout import as_hnd, scales_as_hnd
-
-CacheDtype = torch.dtype | Literal["int8", "fp8_e4m3"]
-_NAMED_DTYPES: dict[object, torch.dtype] = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
-_SCALE_BYTES = 4  # a float32 for each row of K and of V
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,22 +51,6 @@ class AttentionMetadata:
     fixed_split: int = 0
 
 
-class CacheShape(Protocol):
-    """The part of a model's configuration that shapes its cache."""
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """L, the layers that attend."""
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """K, the kv heads of a layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """D, the elements of a head."""
-
-
 class PagedKVCache:
     """The K/V pool of a model: L layers of N blocks of S token positions, uninitialised.
 
@@ -79,9 +61,8 @@ class PagedKVCache:
         block_size: S, token positions of a block.
         head_dim: D.
         layout: axes of a layer's caches, "HND" = [N, K, S, D] or "NHD" = [N, S, K, D].
-        dtype: float32, float16, bfloat16 or float64; or quantised, "int8" or "fp8_e4m3" (torch.int8,
-            torch.float8_e4m3fn): then K and V of 32 or 16 bits are written, and read again, as codes with a scale for
-            each token and kv head.
+        dtype: of `kvpager.cache_dtypes`, by name or as a torch dtype. In one of codes, K and V of 32 or 16 bits are
+            written, and read again, as codes with a scale for each token and kv head.
         device: where the pool lies. On the CPU of Linux it asks for huge pages, which kernels read faster.
         block_major: keep a block's bytes of all layers together instead of a layer's blocks.
         attention_backend: who computes `attend`: "auto" or another name of `kvpager.ops.backends`.
@@ -109,7 +90,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         layout: ops.Layout = "HND",
-        dtype: CacheDtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
         attention_backend: str = "auto",
@@ -142,7 +123,7 @@ class PagedKVCache:
         scales = None
         if self.quantised:
             num_codes = num_kv_heads * block_size * head_dim
-            scales = by_layer[..., -num_kv_heads * block_size * _SCALE_BYTES :].view(torch.float32)
+            scales = by_layer[..., -num_kv_heads * block_size * SCALE_BYTES :].view(torch.float32)
             scales = torch.unflatten(scales, 3, inner)
             by_layer = torch.unflatten(by_layer[..., :num_codes].view(self.dtype), 3, (*inner, head_dim))
         self.key_cache: tuple[Tensor, ...] = tuple(layer[0] for layer in by_layer)
@@ -188,59 +169,48 @@ class PagedKVCache:
     @classmethod
     def from_config(
         cls,
-        config: CacheShape,
+        model: CacheShape,
+        config: CacheConfig,
         *,
-        block_size: int,
-        num_blocks: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
+        dtype: str | torch.dtype = torch.float32,
         layout: ops.Layout = "HND",
-        dtype: CacheDtype = torch.float32,
         device: str | torch.device = "cpu",
         block_major: bool = False,
-        attention_backend: str = "auto",
     ) -> Self:
-        """A cache for a model, with a number of blocks or as many as fit a budget in bytes: exactly one of the two.
+        """A cache for a model.
+
+        Args:
+            model: its configuration.
+            config: blocks, block size, dtype and attention backend.
+            dtype: the dtype that the model computes in, and that of the cache where `config.kv_cache_dtype` is "auto".
+            layout, device, block_major: as in the constructor.
 
         Raises:
-            ConfigError: none or both of the two are given, or the budget holds no block.
+            ConfigError: `config` gives neither blocks nor a budget, or a budget that holds no block.
         """
-        if (num_blocks is None) == (kv_cache_memory_bytes is None):
-            got = "none" if num_blocks is None else "both"
-            raise ConfigError(f"wanted one of `num_blocks` and `kv_cache_memory_bytes`, got {got}")
-        if kv_cache_memory_bytes is not None:
-            L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-            _check_sizes(num_layers=L, num_kv_heads=K, block_size=block_size, head_dim=D)
-            per_block = 2 * L * _block_bytes(K, block_size, D, _checked_dtype(dtype))
-            num_blocks = kv_cache_memory_bytes // per_block
-            if num_blocks < 1:
-                raise ConfigError(
-                    f"`kv_cache_memory_bytes`: wanted at least {per_block} bytes (one block of {block_size} tokens), "
-                    f"got {kv_cache_memory_bytes}"
-                )
-        assert num_blocks is not None
         return cls(
-            config.num_hidden_layers,
-            num_blocks,
-            config.num_key_value_heads,
-            block_size,
-            config.head_dim,
+            model.num_hidden_layers,
+            config.blocks_in_pool(model, dtype),
+            model.num_key_value_heads,
+            config.block_size,
+            model.head_dim,
             layout=layout,
-            dtype=dtype,
+            dtype=config.dtype_for(dtype).name,
             device=device,
             block_major=block_major,
-            attention_backend=attention_backend,
+            attention_backend=config.attention_backend,
         )
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's K and V in all layers, scales included."""
-        scales = _SCALE_BYTES if self.quantised else 0
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scales)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        return 2 * self.num_layers * _block_bytes(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
+        dtype = cache_dtype(self.dtype)
+        return bytes_per_block(self.num_layers, self.num_kv_heads, self.block_size, self.head_dim, dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in all layers, scales included, rounded up."""
+        return -(-self.bytes_per_block // self.block_size)
 
     def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
         """Caches and scales of a layer, as the ops are given them."""
@@ -400,19 +370,9 @@ def _refuse_step(query: Tensor, metadata: AttentionMetadata) -> NoReturn:
     refuse("seq_lens", "[B] int32", metadata.seq_lens)
 
 
-def _checked_dtype(dtype: CacheDtype) -> torch.dtype:
-    known = _NAMED_DTYPES.get(dtype, dtype)
-    if not isinstance(known, torch.dtype) or known not in FLOAT_DTYPES | QUANTISED_DTYPES:
-        raise ConfigError(f"`dtype`: wanted float32, float16, bfloat16, float64, int8 or fp8_e4m3, got {dtype}")
-    return known
-
-
-def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block's K, or V, in one layer; scales begin at a multiple of their size."""
-    rows = num_kv_heads * block_size
-    if dtype not in QUANTISED_DTYPES:
-        return rows * head_dim * dtype.itemsize
-    return -(-rows * head_dim // _SCALE_BYTES) * _SCALE_BYTES + rows * _SCALE_BYTES
+def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found: torch.dtype = getattr(torch, cache_dtype(dtype).torch_name)
+    return found
 
 
 def _check_sizes(**sizes: int) -> None:

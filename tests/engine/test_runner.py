@@ -13,8 +13,7 @@ from kvpager import LLM, SamplingParams
 from kvpager.config import EngineConfig
 from kvpager.engine import build
 from kvpager.engine.build import can_capture
-from kvpager.graphs import decode_sizes
-from kvpager.runner import StepTensors
+from kvpager.runner import StepTensors, decode_sizes
 
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (13, 14, 9, 24, 16, 1)]
 PROMPTS = [[5 + n, *range(30, 36 + 2 * n)] for n in range(6)]

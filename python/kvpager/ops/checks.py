@@ -11,11 +11,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from kvpager.cache_dtypes import CACHE_DTYPES, one_of
 from kvpager.errors import ArgumentError
 from kvpager.ops.overlap import check_written, check_written_caches
 
-FLOAT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
-QUANTISED_DTYPES = frozenset({torch.int8, torch.float8_e4m3fn})
+FLOAT_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, d.torch_name) for d in CACHE_DTYPES if not d.is_codes)
+QUANTISED_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, d.torch_name) for d in CACHE_DTYPES if d.is_codes)
+FLOAT_NAMES = one_of(d.torch_name for d in CACHE_DTYPES if not d.is_codes)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +48,8 @@ def _check_rows(argument: str, tensor: Tensor, wanted: str, like: Tensor, heads:
     if len(shape) != 3 or shape[1] != heads or shape[2] != head_dim:
         refuse(argument, f"{wanted} with {heads} heads and head dim {head_dim}", tensor)
     if like.dtype in QUANTISED_DTYPES:
-        fits, dtype = tensor.dtype in FLOAT_DTYPES - {torch.float64}, "float32, float16 or bfloat16"
+        fits = tensor.dtype in FLOAT_DTYPES and tensor.dtype is not torch.float64
+        dtype = "float32, float16 or bfloat16"
     else:
         fits, dtype = tensor.dtype is like.dtype, str(like.dtype).removeprefix("torch.")
     if not fits or tensor.device != like.device:
@@ -65,8 +68,8 @@ def _check_ints(
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> torch.Size:
     """Two caches [N, K, S, D] of one dtype and device; returns their shape."""
     shape = key_cache.shape
-    if len(shape) != 4 or key_cache.dtype not in FLOAT_DTYPES | QUANTISED_DTYPES:
-        refuse("key_cache", "[N, K, S, D] float32, float16, bfloat16, float64, int8 or float8_e4m3fn", key_cache)
+    if len(shape) != 4 or key_cache.dtype not in FLOAT_DTYPES + QUANTISED_DTYPES:
+        refuse("key_cache", f"[N, K, S, D] {one_of(d.torch_name for d in CACHE_DTYPES)}", key_cache)
     if 0 in shape[1:]:
         refuse("key_cache", "[N, K, S, D] with K, S and D of at least 1", key_cache)
     if value_cache.shape != shape or value_cache.dtype is not key_cache.dtype or value_cache.device != key_cache.device:
@@ -245,7 +248,7 @@ def check_merge(
 ) -> None:
     """Metadata of `merge_attention`."""
     if out_a.dim() != 3 or out_a.dtype not in FLOAT_DTYPES:
-        refuse("out_a", "[T, H, D] float32, float16, bfloat16 or float64", out_a)
+        refuse("out_a", f"[T, H, D] {FLOAT_NAMES}", out_a)
     T, H, D = out_a.shape
     _check_rows("out_a", out_a, "[T, H, D]", out_a, H, D)
     _check_rows("out_b", out_b, "[T, H, D]", out_a, H, D)

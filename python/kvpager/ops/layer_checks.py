@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
-from kvpager.ops.checks import FLOAT_DTYPES, check_vectors, refuse
+from kvpager.ops.checks import FLOAT_DTYPES, FLOAT_NAMES, check_vectors, refuse
 from kvpager.ops.overlap import check_written
 
 
@@ -45,7 +45,7 @@ def check_silu_mul(out: Tensor | None, gate: Tensor, up: Tensor) -> None:
 def _check_first(argument: str, tensor: Tensor) -> tuple[int, int]:
     """Rows of floats; how many, and how wide."""
     if tensor.dim() != 2 or tensor.dtype not in FLOAT_DTYPES:
-        refuse(argument, "[rows, width] float32, float16, bfloat16 or float64", tensor)
+        refuse(argument, f"[rows, width] {FLOAT_NAMES}", tensor)
     check_vectors(argument, tensor, 2, tensor.shape[1], tensor.dtype, tensor.device)
     return tensor.shape[0], tensor.shape[1]
 

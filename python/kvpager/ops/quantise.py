@@ -1,16 +1,17 @@
-"""The numbers of a quantised cache: rows of codes, int8 or fp8 e4m3, each with a float32 scale (code · scale = number).
+"""The numbers of a quantised cache: rows of codes, each with a float32 scale (code · scale = number).
 
-A row is the D elements of one token and head. Its own scale makes its largest magnitude the largest code (127 or 448),
+A row is the D elements of one token and head. Its own scale makes its largest magnitude the largest code of the dtype,
 so nothing is calibrated on data that came before. These functions are the specification of what `write_kv` stores.
 """
 
 import torch
 from torch import Tensor
 
+from kvpager.cache_dtypes import CACHE_DTYPES, one_of
 from kvpager.errors import ArgumentError
 from kvpager.ops.checks import refuse, require_tensors
 
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST_CODE = {getattr(torch, dtype.torch_name): dtype.largest_code for dtype in CACHE_DTYPES if dtype.largest_code}
 
 
 def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -18,7 +19,7 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
 
     Args:
         rows: rows [..., D] float32, float16 or bfloat16.
-        dtype: int8 or float8_e4m3fn.
+        dtype: of codes, as in `kvpager.cache_dtypes`.
         scale: scale [1], one for all rows; None gives each row its own.
 
     Returns:
@@ -31,7 +32,7 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
     """
     require_tensors(rows=rows)
     if dtype not in LARGEST_CODE:
-        raise ArgumentError("dtype", "torch.int8 or torch.float8_e4m3fn", dtype)
+        raise ArgumentError("dtype", one_of(map(str, LARGEST_CODE)), dtype)
     largest = LARGEST_CODE[dtype]
     rows = rows.float()
     if scale is None:
@@ -43,7 +44,7 @@ def quantise(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> t
     else:
         factor, scales = 1.0 / scale, scale.expand(rows.shape[:-1])
     scaled = (rows * factor).clamp(-largest, largest)
-    codes = scaled.nan_to_num(0.0).round() if dtype is torch.int8 else scaled
+    codes = scaled.nan_to_num(0.0).round() if not dtype.is_floating_point else scaled
     return codes.to(dtype), scales
 
 

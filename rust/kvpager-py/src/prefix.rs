@@ -1,6 +1,6 @@
 //! The methods of the class about cached prefixes: admission, pins, epochs.
 
-use kvpager_core::{Error, SequenceId};
+use kvpager_core::{AdmitOptions, Error, SequenceId};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -25,6 +25,8 @@ impl KVBlockManager {
     ///     `token_ids`: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
     ///         iterable of ints.
     ///     `num_new_tokens`: slots to reserve, at most; None: for all tokens that remain to be computed.
+    ///     `reserve_blocks`: blocks that must be left to hand out afterwards. Of this and `watermark_blocks` the larger
+    ///         one is kept back; unlike the watermark, it is kept back while no block is live, too.
     ///     salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
     ///     adapter: name of the adapter that computes; its K/V are found under this name only.
     ///     items: media in the prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that
@@ -45,8 +47,8 @@ impl KVBlockManager {
     ///
     /// Cost: O(P + T).
     #[pyo3(signature = (
-        sequence_id, token_ids, *, num_new_tokens = None, salt = None, adapter = None, items = None, resumed = false,
-        out = None,
+        sequence_id, token_ids, *, num_new_tokens = None, reserve_blocks = None, salt = None, adapter = None,
+        items = None, resumed = false, out = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
     fn admit<'py>(
@@ -55,6 +57,7 @@ impl KVBlockManager {
         sequence_id: &Bound<'py, PyAny>,
         token_ids: &Bound<'py, PyAny>,
         num_new_tokens: Option<&Bound<'py, PyAny>>,
+        reserve_blocks: Option<&Bound<'py, PyAny>>,
         salt: Option<&Bound<'py, PyAny>>,
         adapter: Option<&Bound<'py, PyAny>>,
         items: Option<&Bound<'py, PyAny>>,
@@ -64,26 +67,25 @@ impl KVBlockManager {
         let id = read_sequence_id(sequence_id)?;
         self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
-            let num_new_tokens =
-                num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
+            let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
             let keys = Keys::read(salt, adapter, items, arrays.token_ids.len())?;
             let Some(out) = out else {
                 // What is refused as too long gets no memory.
-                let room = num_new_tokens.unwrap_or(u64::MAX).min(arrays.token_ids.len() as u64);
+                let room = options.num_new_tokens.unwrap_or(u64::MAX).min(arrays.token_ids.len() as u64);
                 let fits = room <= u64::from(self.config.num_blocks()) * self.config.block_size();
                 let slots = new_tensor(py, &[if fits { room } else { 0 }], "int64", None)?;
-                let (num_computed, num_slots) =
-                    self.admit_into(py, id, arrays, &keys, num_new_tokens, resumed, &slots)?;
+                let (num_computed, num_slots) = self.admit_into(py, id, arrays, &keys, &options, &slots)?;
                 return answer(num_computed, slots.get_item(PySlice::new(py, 0, num_slots as isize, 1))?);
             };
-            let (num_computed, _) = self.admit_into(py, id, arrays, &keys, num_new_tokens, resumed, out)?;
+            let (num_computed, _) = self.admit_into(py, id, arrays, &keys, &options, out)?;
             answer(num_computed, out.clone())
         })
     }
 
     /// Whether `admit` would succeed now; False only for want of blocks. Changes nothing. O(tokens).
     #[pyo3(signature = (
-        sequence_id, token_ids, *, num_new_tokens = None, salt = None, adapter = None, items = None, resumed = false,
+        sequence_id, token_ids, *, num_new_tokens = None, reserve_blocks = None, salt = None, adapter = None,
+        items = None, resumed = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a Python method")]
     fn can_admit(
@@ -92,22 +94,21 @@ impl KVBlockManager {
         sequence_id: &Bound<'_, PyAny>,
         token_ids: &Bound<'_, PyAny>,
         num_new_tokens: Option<&Bound<'_, PyAny>>,
+        reserve_blocks: Option<&Bound<'_, PyAny>>,
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = read_resumed)] resumed: bool,
     ) -> PyResult<bool> {
-        let _ = resumed; // the same arguments as `admit`; it makes no difference here
         let id = read_sequence_id(sequence_id)?;
         self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
-            let num_new_tokens =
-                num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
+            let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
             let token_ids = &arrays.token_ids;
             let keys = Keys::read(salt, adapter, items, token_ids.len())?;
             let items = keys.items();
             let prompt = keys.prompt(token_ids, &items);
-            self.call(py, token_ids.len() as u64, |manager| manager.can_admit(id, &prompt, num_new_tokens))
+            self.call(py, token_ids.len() as u64, |manager| manager.can_admit(id, &prompt, &options))
         })
     }
 
@@ -194,41 +195,37 @@ impl KVBlockManager {
 
 impl KVBlockManager {
     /// Admits the prompt that was read to `arrays`, and writes its slots to the front of `out`: (computed tokens, slots).
-    #[expect(clippy::too_many_arguments, reason = "those of `admit`, read")]
     fn admit_into(
         &self,
         py: Python<'_>,
         id: SequenceId,
         arrays: &mut Arrays,
         keys: &Keys,
-        num_new_tokens: Option<u64>,
-        resumed: bool,
+        options: &AdmitOptions,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<(u64, u64)> {
         let Arrays { token_ids, slots, .. } = arrays;
         let (items, work) = (keys.items(), token_ids.len() as u64);
         let prompt = keys.prompt(token_ids, &items);
-        let most = work.min(num_new_tokens.unwrap_or(work));
+        let most = work.min(options.num_new_tokens.unwrap_or(work));
         let target = match Out::open(out, || wanted_of_out(most)) {
             Ok(target) => target,
             Err(about_out) => {
                 // What is wrong with the prompt itself is said first.
-                self.call(py, work, |manager| {
-                    manager.settle_admission(id, &prompt, num_new_tokens).map(drop)
-                })?;
+                self.call(py, work, |manager| manager.settle_admission(id, &prompt, options).map(drop))?;
                 return Err(about_out);
             }
         };
         let admitted = self.call_into(py, work, target, |manager, out| {
             // How many slots there are is known only after matching: looked at first where `out` may be too small.
             if (out.len() as u64) < most {
-                let planned = manager.settle_admission(id, &prompt, num_new_tokens)?;
+                let planned = manager.settle_admission(id, &prompt, options)?;
                 if (out.len() as u64) < planned.num_slots {
                     return Ok(Err(planned.num_slots));
                 }
             }
             slots.clear();
-            let admission = manager.admit(id, &prompt, num_new_tokens, resumed, slots)?;
+            let admission = manager.admit(id, &prompt, options, slots)?;
             out[..slots.len()].copy_from_slice(slots);
             Ok(Ok((admission.num_computed_tokens, admission.num_slots)))
         })?;
@@ -249,6 +246,16 @@ fn answer(num_computed: u64, slots: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAn
         py.get_type::<PyTuple>().getattr(intern!(py, "__new__")).map(Bound::unbind)
     })?;
     new.bind(py).call1((class, (num_computed, slots)))
+}
+
+fn read_options(
+    num_new_tokens: Option<&Bound<'_, PyAny>>,
+    reserve_blocks: Option<&Bound<'_, PyAny>>,
+    resumed: bool,
+) -> PyResult<AdmitOptions> {
+    let num_new_tokens = num_new_tokens.map(|n| read_natural(n, "num_new_tokens", COUNT)).transpose()?;
+    let reserve_blocks = reserve_blocks.map(|n| read_natural(n, "reserve_blocks", COUNT)).transpose()?;
+    Ok(AdmitOptions { num_new_tokens, reserve_blocks: reserve_blocks.unwrap_or(0), resumed })
 }
 
 fn read_resumed(value: &Bound<'_, PyAny>) -> PyResult<bool> {

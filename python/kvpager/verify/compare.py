@@ -1,8 +1,8 @@
-"""Compares what an engine computed with transformers' eager attention: an implementation that shares no code with it.
+"""`compare_with_transformers`: compares an engine's logits and attention with transformers' eager attention.
 
-The generated tokens are forced on both, so that one early difference can't make all later ones meaningless. Ours
-replays them through the paged cache, step by step and all sequences together, as they were generated; transformers
-sees each whole text at once, without a cache.
+The two share no code. The generated tokens are forced on both, so that one early difference can't make all later ones
+meaningless. kvpager replays them through the paged cache, step by step and all sequences together, as they were
+generated; transformers sees each whole text at once, without a cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvpager.engine import LLM, RequestOutput
 from kvpager.errors import ConfigError
+from kvpager.verify.forward import forward_eager
 
 TOLERANCE = 1e-4
 
@@ -68,10 +69,9 @@ def compare_with_transformers(llm: LLM, outputs: Sequence[RequestOutput], *, gre
         greedy: whether they were made at temperature 0, so that transformers' choice must be the same.
 
     Raises:
-        ConfigError: transformers is not installed, or the engine computes in another dtype.
+        ConfigError: transformers is not installed, or the engine computes or caches in another dtype.
     """
-    if next(llm.runner.model.parameters()).dtype != torch.float32:
-        raise ConfigError("differences are only small in float32: choose `dtype` float32")
+    require_float32(llm)
     theirs = load_transformers(llm)
     result = Comparison(greedy, attention=[0.0] * llm.model_config.num_hidden_layers)
     for request, (output, ours) in enumerate(zip(outputs, _replay(llm, outputs), strict=True)):
@@ -129,7 +129,7 @@ def _replay_together(llm: LLM, outputs: Sequence[RequestOutput]) -> list[Trace]:
             rows = [row for row, output in enumerate(outputs) if step < len(output.outputs[0].token_ids)]
             tokens = [_tokens_of_step(outputs[row], step) for row in rows]
             with _attention_outputs(llm.runner.model, lambda recorded: recorded) as seen:
-                step_logits = llm.runner.step([ids[row] for row in rows], tokens)
+                step_logits = forward_eager(llm.runner, [ids[row] for row in rows], tokens)
             last = torch.tensor([len(each) for each in tokens]).cumsum(0) - 1
             by_layer = torch.stack(seen)[:, last.to(step_logits.device)].cpu()  # [L, rows, H · D]
             for place, row in enumerate(rows):
@@ -173,6 +173,18 @@ def _attention_outputs(model: nn.Module, pick: Callable[[Tensor], Tensor]) -> It
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def require_float32(llm: LLM) -> None:
+    """Refuse an engine whose rounding alone makes differences.
+
+    Raises:
+        ConfigError: it computes, or keeps keys and values, in another dtype than float32.
+    """
+    if next(llm.runner.model.parameters()).dtype != torch.float32:
+        raise ConfigError("differences are only small in float32: choose `dtype` float32")
+    if llm.runner.cache.dtype != torch.float32:
+        raise ConfigError("differences are only small in float32: choose `kv_cache_dtype` auto")
 
 
 def load_transformers(llm: LLM) -> nn.Module:

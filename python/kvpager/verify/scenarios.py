@@ -1,6 +1,6 @@
-"""`kvpager verify`: the same requests under many schedules, token for token against transformers' eager attention.
+"""`run_scenarios`: runs the same requests in many ways and compares each token with transformers' eager attention.
 
-transformers sees each text once, whole and without a cache, so it shares neither code nor schedule. A token that
+transformers sees each text once, whole and without a cache: it shares neither code nor order of work. A token that
 differs is a fault, unless transformers' own scores of the two lie closer than rounding in float32 (`CLOSE`): that is
 reported as a close call, and the rest of that text is not compared, as it continues another one.
 """
@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpager.block_manager import KVBlockManager
-from kvpager.cache import PagedKVCache
-from kvpager.cli.verify import load_transformers
-from kvpager.config import EngineConfig, ModelConfig
+from kvpager.config import EngineConfig
 from kvpager.engine import LLM, CompletionOutput, Engine
-from kvpager.errors import ConfigError
-from kvpager.runner import ModelRunner
+from kvpager.engine.build import runner_over
 from kvpager.sampling import SamplingParams
+from kvpager.verify.compare import load_transformers, require_float32
 
 CLOSE = 1e-4  # between transformers' two scores
 _SHOWN = 5  # likeliest tokens kept of each step
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Scenario:
     """One way to run the requests.
 
     Attributes:
@@ -67,16 +64,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one schedule.
+    """The result of one scenario.
 
     Attributes:
-        schedule: which.
-        num_tokens: that were compared.
-        num_cached_tokens, num_preemptions: what the schedule did, to show that it was exercised.
+        scenario: the one that was run.
+        num_tokens: compared tokens.
+        num_cached_tokens, num_preemptions: how often the scenario's own means came to use.
         differences: close calls too.
     """
 
-    schedule: Schedule
+    scenario: Scenario
     num_tokens: int
     num_cached_tokens: int
     num_preemptions: int
@@ -88,23 +85,23 @@ class Verdict:
         return all(difference.is_close for difference in self.differences)
 
 
-def schedules_for(prompts: Sequence[Sequence[int]], max_tokens: int, block_size: int) -> tuple[Schedule, ...]:
-    """The schedules that these requests are run under."""
+def scenarios_for(prompts: Sequence[Sequence[int]], max_tokens: int, block_size: int) -> tuple[Scenario, ...]:
+    """The ways in which these requests are run."""
     longest = max(map(len, prompts)) + max_tokens
     just_enough = -(-longest // block_size) + 2
     return (
-        Schedule("one by one, no cache", {"max_num_seqs": 1, "enable_prefix_caching": False}),
-        Schedule("together"),
-        Schedule("in threes", {"max_num_seqs": 3}),
-        Schedule("prompts in chunks", {"max_num_seqs": 4, "max_num_batched_tokens": 7}),
-        Schedule("prefix hits", times=2),
-        Schedule("preemption", {"num_blocks": just_enough, "watermark_blocks": 0, "enable_prefix_caching": False}),
-        Schedule("forks", n=3),
+        Scenario("one by one, no cache", {"max_num_seqs": 1, "enable_prefix_caching": False}),
+        Scenario("together"),
+        Scenario("in threes", {"max_num_seqs": 3}),
+        Scenario("prompts in chunks", {"max_num_seqs": 4, "max_num_batched_tokens": 7}),
+        Scenario("prefix hits", times=2),
+        Scenario("preemption", {"num_blocks": just_enough, "watermark_blocks": 0, "enable_prefix_caching": False}),
+        Scenario("forks", n=3),
     )
 
 
-def verify(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Verdict]:
-    """Runs all schedules. Memory: transformers' copy of the weights, and all logits of one text at a time.
+def run_scenarios(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Verdict]:
+    """Run all scenarios. Memory: transformers' copy of the weights, and all logits of one text at a time.
 
     Args:
         llm: the model, in float32; its own pool is not touched.
@@ -112,14 +109,13 @@ def verify(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[
         max_tokens: of each completion.
 
     Raises:
-        ConfigError: transformers is not installed, or the engine computes in another dtype.
+        ConfigError: transformers is not installed, or the engine computes or caches in another dtype.
     """
-    if next(llm.runner.model.parameters()).dtype != torch.float32:
-        raise ConfigError("differences are only small in float32: choose `dtype` float32")
+    require_float32(llm)
     reference = Reference(load_transformers(llm), prompts)
     found = []
-    for schedule in schedules_for(prompts, max_tokens, llm.config.block_size):
-        found.append(_run(llm, schedule, prompts, max_tokens, reference))
+    for scenario in scenarios_for(prompts, max_tokens, llm.config.block_size):
+        found.append(_run(llm, scenario, prompts, max_tokens, reference))
     return found
 
 
@@ -145,13 +141,13 @@ class Reference:
 
 
 def _run(
-    llm: LLM, schedule: Schedule, prompts: Sequence[Sequence[int]], max_tokens: int, reference: Reference
+    llm: LLM, scenario: Scenario, prompts: Sequence[Sequence[int]], max_tokens: int, reference: Reference
 ) -> Verdict:
-    engine = _engine(llm.runner.model, llm.model_config, llm.config, schedule.settings, prompts, max_tokens)
-    params = SamplingParams(max_tokens=max_tokens, n=schedule.n, ignore_eos=True, logprobs=_SHOWN)
+    engine = _engine(llm, scenario.settings, prompts, max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, n=scenario.n, ignore_eos=True, logprobs=_SHOWN)
     differences: list[Difference] = []
     num_tokens = 0
-    for _ in range(schedule.times):
+    for _ in range(scenario.times):
         numbers = {engine.add_request(list(prompt), params): number for number, prompt in enumerate(prompts)}
         while engine.has_unfinished_requests():
             for event in engine.step():
@@ -162,36 +158,15 @@ def _run(
                     num_tokens += len(completion.token_ids) if difference is None else difference.step + 1
                     differences += [] if difference is None else [difference]
     stats = engine.stats()
-    return Verdict(schedule, num_tokens, stats.num_cached_tokens, stats.num_preemptions, tuple(differences))
+    return Verdict(scenario, num_tokens, stats.num_cached_tokens, stats.num_preemptions, tuple(differences))
 
 
-def _engine(
-    model: Any,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    settings: Mapping[str, Any],
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-) -> Engine:
+def _engine(llm: LLM, settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], max_tokens: int) -> Engine:
     """An engine over the same weights with a pool of its own, by default large enough for all requests three times."""
-    each = [-(-(len(prompt) + max_tokens) // config.block_size) for prompt in prompts]
-    chosen = {
-        "device": config.device,
-        "dtype": "float32",
-        "block_size": config.block_size,
-        "num_blocks": 3 * sum(each) + 1,
-        **settings,
-    }
-    ours = EngineConfig(**chosen)
-    cache = PagedKVCache.from_config(
-        model_config,
-        block_size=ours.block_size,
-        num_blocks=ours.num_blocks,
-        dtype=torch.float32,
-        device=ours.device,
-    )
-    manager = KVBlockManager(cache.num_blocks, ours.block_size, enable_prefix_caching=ours.enable_prefix_caching)
-    return Engine(ModelRunner(model, cache, manager), model_config, ours)
+    each = [-(-(len(prompt) + max_tokens) // llm.config.block_size) for prompt in prompts]
+    kept = {name: getattr(llm.config, name) for name in ("device", "block_size", "attention_backend", "enforce_eager")}
+    config = EngineConfig(**{"dtype": "float32", "num_blocks": 3 * sum(each) + 1, **kept, **settings})
+    return Engine(runner_over(llm.runner.model, config, "float32"), llm.model_config, config)
 
 
 def _first_difference(request: int, completion: CompletionOutput, reference: Reference) -> Difference | None:
@@ -223,12 +198,10 @@ def report(verdicts: Sequence[Verdict], num_prompts: int) -> list[str]:
         close = sum(difference.is_close for difference in verdict.differences)
         result = "equal" if verdict.passed else "DIFFERS"
         result += f", {close} close calls" if close else ""
-        lines.append(f"{verdict.schedule.name:<22}{result}: {', '.join(did)}")
+        lines.append(f"{verdict.scenario.name:<22}{result}: {', '.join(did)}")
         lines += [_told(difference) for difference in verdict.differences]
     passed = all(verdict.passed for verdict in verdicts)
-    lines.append(
-        f"{num_prompts} requests: {'as transformers, under every schedule' if passed else 'not as transformers'}"
-    )
+    lines.append(f"{num_prompts} requests: {'as transformers, in every scenario' if passed else 'not as transformers'}")
     return lines
 
 
