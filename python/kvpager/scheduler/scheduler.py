@@ -293,9 +293,7 @@ class Scheduler:
         for sequence in self._prefilling:
             length = int(rows.length[sequence.row])
             promised += (
-                self._gate.blocks_for(len(sequence.token_ids))
-                - self._gate.blocks_for(length)
-                - (length % size == 0)
+                self._gate.blocks_for(len(sequence.token_ids)) - self._gate.blocks_for(length) - (length % size == 0)
             )
         return promised
 
