@@ -94,11 +94,12 @@ impl KVBlockManager {
         _equal_hashes: bool,
     ) -> PyResult<Self> {
         let in_63_bits = "1 to 2^63-1";
-        let num_blocks = read_config(num_physical_blocks, "num_physical_blocks", in_63_bits)?;
-        let block_size = read_config(block_size, "block_size", in_63_bits)?;
+        let last = i64::MAX as u64;
+        let num_blocks = read_config(num_physical_blocks, "num_physical_blocks", last, in_63_bits)?;
+        let block_size = read_config(block_size, "block_size", last, in_63_bits)?;
         let up_to_all = format!("0 to {num_blocks}");
         let option = |value: Option<&Bound<'_, PyAny>>, argument: &str, wanted: &str| {
-            value.map(|value| read_config(value, argument, wanted)).transpose()
+            value.map(|value| read_config(value, argument, u64::MAX, wanted)).transpose()
         };
         let mut config = guarded(|| Ok(Config::new(num_blocks, block_size)?))?
             .with_prefix_caching(enable_prefix_caching)
