@@ -43,7 +43,7 @@ class Linear(nn.Linear):
     """A linear layer on `kvpager.ops.linear`, which may write its result into a given place."""
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """X [T, in] → [T, out], in `out` if there is one."""
+        """Map `x` [T, in] to [T, out], in `out` if there is one."""
         return ops.linear(x, self.weight, self.bias, out=out)
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
+        """Map `x` [T, C] to [T, C]: write this step's keys and values, then attend to all that the tables name."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         widths = [projection.out_features for projection in projections]
         qkv = x.new_empty((x.shape[0], sum(widths)))  # [T, (H + 2 K) · D]
@@ -106,7 +106,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(I, C, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X [T, C] → [T, C]."""
+        """Map `x` [T, C] to [T, C]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         out: Tensor = self.down_proj(ops.silu_mul(gate, up, out=gate))
         return out
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
-        """Normed stream [T, C] → what is to be added to it [T, C]; `residual` [T, C] has grown by attention's part."""
+        """Map `normed` [T, C] to the MLP's part of the stream [T, C]; attention's part is added to `residual`."""
         attended = self.self_attn(normed, step)
         out: Tensor = self.mlp(self.post_attention_layernorm(attended, residual))
         return out
