@@ -16,12 +16,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
-from kvpager.config import ModelConfig
+from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
+from kvpager.manager import KVBlockManager
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
+from kvpager.verify import forward_eager
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -119,7 +120,7 @@ class Lab:
         load_parameters(model, folder, dtype=dtype, device=torch.device("cpu"), ignored=("lm_head.weight",))
         if num_blocks is None:
             num_blocks = len(PROMPT_LENGTHS) * -(-(max(PROMPT_LENGTHS) + NUM_STEPS) // block_size)
-        cache = PagedKVCache.from_config(config, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+        cache = PagedKVCache.from_config(config, CacheConfig(block_size=block_size, num_blocks=num_blocks), dtype=dtype)
         cache.storage.fill_(float("nan"))
         manager = KVBlockManager(num_blocks, block_size)
         blocks = [manager.allocate_block() for _ in range(num_blocks)]
@@ -138,7 +139,7 @@ class Lab:
         seen, remove = record_attention(runner.model)
         for step in range(len(forced[0])):
             tokens = prompts if step == 0 else [each[step - 1 : step] for each in forced]
-            logits.append(runner.step(ids, tokens))
+            logits.append(forward_eager(runner, ids, tokens))
             last = torch.tensor([len(each) for each in tokens]).cumsum(0) - 1
             attention.append(torch.stack(seen)[:, last])  # [L, B, H · D]
             seen.clear()

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use kvpager_core::{BlockManager, Config, Prompt, SequenceId};
+use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt, SequenceId};
 
 pub(crate) const BLOCK_SIZE: u64 = 16;
 
@@ -179,7 +179,8 @@ impl World {
         self.tokens[0] = (self.next_prompt >> 20) as u32;
         self.tokens[1] = (self.next_prompt & 0xF_FFFF) as u32;
         self.slots.clear();
-        let admitted = self.manager.admit(0, &Prompt::new(&self.tokens), None, false, &mut self.slots);
+        let admitted =
+            self.manager.admit(0, &Prompt::new(&self.tokens), &AdmitOptions::default(), &mut self.slots);
         let admitted = admitted.expect("the pool holds it");
         assert_eq!(admitted.num_computed_tokens, 0, "a new prompt finds nothing");
         self.manager.commit(0, LENGTH_TOKENS).expect("it was admitted");

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::hint::black_box;
 
-use kvpager_core::{BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId};
+use kvpager_core::{
+    AdmitOptions, BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId,
+};
 
 use super::meter::Meter;
 use super::workloads::{
@@ -101,7 +103,7 @@ pub(crate) fn prompts(evicting: bool, prompts: &[Vec<u32>], meter: &mut Meter) {
         for (id, tokens) in prompts.iter().enumerate() {
             let id = id as SequenceId;
             slots.clear();
-            let admitted = manager.admit(id, &Prompt::new(tokens), None, false, &mut slots);
+            let admitted = manager.admit(id, &Prompt::new(tokens), &AdmitOptions::default(), &mut slots);
             num_hit_tokens += admitted.expect("the pool is large enough").num_computed_tokens as usize;
             black_box(&slots);
             manager.commit(id, PROMPT_TOKENS as u64).expect("they were admitted");

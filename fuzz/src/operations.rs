@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvpager_core::{Item, Prompt, Result, SequenceId, Slot};
+use kvpager_core::{AdmitOptions, Item, Prompt, Result, SequenceId, Slot};
 
 use crate::bytes::Bytes;
 use crate::engine::{Engine, Text};
@@ -80,10 +80,15 @@ impl Engine {
             text.items.iter().map(|&(start, stop, key)| Item { start, stop, key }).collect();
         let prompt =
             Prompt { token_ids: &text.tokens, salt: text.salt, adapter: text.adapter, items: &items };
-        let can = self.manager.can_admit(id, &prompt, num_new_tokens);
+        let options = AdmitOptions {
+            num_new_tokens,
+            reserve_blocks: bytes.pick(&[0, 0, 0, 1, 2]),
+            resumed: bytes.coin(),
+        };
+        let can = self.manager.can_admit(id, &prompt, &options);
         let found = self.manager.match_prefix(&prompt);
         let mut slots = Vec::new();
-        let admitted = self.manager.admit(id, &prompt, num_new_tokens, bytes.coin(), &mut slots);
+        let admitted = self.manager.admit(id, &prompt, &options, &mut slots);
         assert_eq!(can.unwrap_or(false), admitted.is_ok(), "`can_admit` and `admit` disagree");
         let computed = admitted?.num_computed_tokens;
         assert_eq!(Ok(computed), found, "`match_prefix` and `admit` disagree");
@@ -98,7 +103,7 @@ impl Engine {
     fn ask(&mut self, bytes: &mut Bytes<'_>) -> Result<()> {
         let (id, text) = (bytes.below(NUM_IDS), self.prompt(bytes));
         let prompt = Prompt { salt: text.salt, adapter: text.adapter, ..Prompt::new(&text.tokens) };
-        self.manager.can_admit(id, &prompt, None)?;
+        self.manager.can_admit(id, &prompt, &AdmitOptions::default())?;
         self.manager.match_prefix(&prompt)?;
         let length = self.manager.sequence_length(id)?;
         self.manager.locate(id, bytes.below(length + 2)).map(drop)

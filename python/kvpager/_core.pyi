@@ -10,7 +10,7 @@ from typing import Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, fin
 import torch
 from typing_extensions import Buffer, disjoint_base
 
-from kvpager.block_manager import Admission
+from kvpager.manager import Admission
 
 __all__ = ["BatchStep", "BlockInfo", "DecodeBatch", "KVBlockManager", "PoolStats", "__version__"]
 
@@ -83,6 +83,7 @@ class KVBlockManager:
         token_ids: _Integers,
         *,
         num_new_tokens: SupportsIndex | None = None,
+        reserve_blocks: SupportsIndex | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: _Items | None = None,
@@ -96,6 +97,7 @@ class KVBlockManager:
         token_ids: _Integers,
         *,
         num_new_tokens: SupportsIndex | None = None,
+        reserve_blocks: SupportsIndex | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: _Items | None = None,
@@ -108,6 +110,7 @@ class KVBlockManager:
         token_ids: _Integers,
         *,
         num_new_tokens: SupportsIndex | None = None,
+        reserve_blocks: SupportsIndex | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: _Items | None = None,

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from kvpager import LLM, SamplingParams
 from kvpager.cli import app
-from kvpager.cli.display import block_tables, figures, stream
-from kvpager.cli.verify import compare_with_transformers
+from kvpager.cli.display import stream
 from kvpager.errors import ConfigError
+from kvpager.verify import compare_with_transformers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_decode.py"
 
@@ -134,24 +134,28 @@ def test_a_terminal_shows_whole_texts_at_the_end() -> None:
     panels = shown_on(console).rpartition("\x1b[")[2]
     assert panels.count("╭") == panels.count("╰") == 2
     words = " ".join(line.strip("│ ") for line in panels.splitlines() if line.startswith("│")).split()
-    texts = " ".join(str(each.output.prompt) + each.output.outputs[0].text for each in finished).split()
+    texts = " ".join(str(each.prompt) + each.outputs[0].text for each in finished).split()
     assert words == texts
 
 
 def test_figures_and_block_tables() -> None:
-    llm, console = LLM(num_blocks=64, block_size=4), terminal()
-    prompts = [[5, 6, 7], [8] * 70]
-    finished = stream(llm, prompts, SamplingParams(max_tokens=3), console, titles=["a", "b"])
+    llm = LLM(num_blocks=64, block_size=4)
+    example = runpy.run_path(str(EXAMPLE))
+    finished = [
+        example["Finished"](event.output, event.sequence)
+        for event in llm.stream([[5, 6, 7], [8] * 70], max_tokens=3)
+        if event.output is not None
+    ]
     assert [each.sequence.sequence_length for each in finished] == [5, 72]
     table = Console(file=io.StringIO(), width=100)
-    table.print(figures(llm, finished))
+    table.print(example["figures"](llm, finished))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown_on(table).splitlines() if "│" in line]
     assert rows[0] == ["0", "3", "3", "length", "2", "3"]
     assert rows[1] == ["1", "70", "3", "length", "18", "0"]
     assert rows[2] == ["all, at the peak", "73", "6", "", "20 of 64", "3"]
     assert rows[3][-1] == "3.8 %"
     assert all(re.fullmatch(r"[\d,]+", cell) for cell in rows[4][1:3])
-    shown = str(block_tables(finished, 4))
+    shown = str(example["block_tables"](finished, 4))
     first = list(finished[0].sequence.block_table)
     assert f"sequence 0: 5 positions in 2 blocks, block table {first}" in shown
     row = rf"positions +4 … 4 +block +{first[1]}  slots +{4 * first[1]} … {4 * first[1]} +3 unused"

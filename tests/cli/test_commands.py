@@ -12,13 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpager import LLM, SamplingParams
-from kvpager.cli import app, schedules
+from kvpager.cli import app
 from kvpager.cli.chat import converse, typed_lines
 from kvpager.cli.plan import Plan, describe, make_plan
-from kvpager.cli.schedules import CLOSE, Difference, Schedule, Verdict, report, verify
 from kvpager.config import EngineConfig
 from kvpager.errors import ConfigError
 from kvpager.loader import BUNDLED_MODEL, open_model
+from kvpager.verify import CLOSE, Difference, Scenario, Verdict, report, run_scenarios, scenarios
 
 
 def invoke(*arguments: str, stdin: str | None = None, exit_code: int = 0) -> str:
@@ -124,18 +124,18 @@ def test_plan_reads_the_config_only(tmp_path: Path) -> None:
     plan = make_plan(open_model(tmp_path), EngineConfig())
     llm = LLM()
     assert plan.num_parameters == sum(parameter.numel() for parameter in llm.runner.model.parameters())
-    assert plan.bytes_per_token == llm.runner.cache.bytes_per_token == 2048
+    assert plan.bytes_per_block == llm.runner.cache.bytes_per_block == 16 * 2048
     assert plan.num_blocks == llm.block_manager.num_blocks
     assert plan.cache_bytes == plan.num_blocks * llm.runner.cache.bytes_per_block
     assert plan.weight_bytes == 4 * plan.num_parameters
-    assert make_plan(open_model(tmp_path), EngineConfig(dtype="bfloat16")).bytes_per_token == 1024
+    assert make_plan(open_model(tmp_path), EngineConfig(dtype="bfloat16")).bytes_per_block == 16 * 1024
     assert make_plan(open_model(tmp_path), EngineConfig(kv_cache_memory_bytes=2**20)).num_blocks == 32
-    with pytest.raises(ConfigError, match="`kv_cache_memory_bytes` 1000: one block takes 32768 bytes"):
+    with pytest.raises(ConfigError, match=r"`kv_cache_memory_bytes`: wanted at least 32768 bytes .*, got 1000"):
         make_plan(open_model(tmp_path), EngineConfig(kv_cache_memory_bytes=1000))
 
 
 def a_plan(num_blocks: int, available_bytes: int | None) -> Plan:
-    return Plan(250_000, "float32", 1_000_000, 1000, 10, num_blocks, 400, available_bytes)
+    return Plan(250_000, "float32", "float32", 1_000_000, 10_000, 10, num_blocks, 400, available_bytes)
 
 
 def test_what_fits() -> None:
@@ -170,8 +170,8 @@ def test_plan_as_a_command() -> None:
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [*range(3, 35), 9], [8]]
 
 
-def test_verify_exercises_every_schedule(llm: LLM) -> None:
-    verdicts = {verdict.schedule.name: verdict for verdict in verify(llm, PROMPTS, 12)}
+def test_verify_exercises_every_scenario(llm: LLM) -> None:
+    verdicts = {verdict.scenario.name: verdict for verdict in run_scenarios(llm, PROMPTS, 12)}
     assert all(verdict.passed for verdict in verdicts.values())
     assert verdicts["prefix hits"].num_cached_tokens > 60
     assert verdicts["preemption"].num_preemptions > 0
@@ -180,12 +180,12 @@ def test_verify_exercises_every_schedule(llm: LLM) -> None:
     assert verdicts["prefix hits"].num_tokens == 2 * 48
 
 
-def test_verify_finds_a_schedule_that_changes_the_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_a_scenario_that_changes_the_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its copies, a fork writes into its parent's block."""
-    forks = Schedule("forks", n=3)
-    monkeypatch.setattr(schedules, "schedules_for", lambda *_: (forks, Schedule("together")))
+    forks = Scenario("forks", n=3)
+    monkeypatch.setattr(scenarios, "scenarios_for", lambda *_: (forks, Scenario("together")))
     monkeypatch.setattr("kvpager.cache.PagedKVCache.copy_blocks", lambda _self, _pairs: None)
-    found = dict(zip(("forks", "together"), verify(llm, PROMPTS, 12), strict=True))
+    found = dict(zip(("forks", "together"), run_scenarios(llm, PROMPTS, 12), strict=True))
     assert found["together"].passed
     assert not found["forks"].passed
 
@@ -195,7 +195,7 @@ def test_verify_finds_wrong_weights_and_shows_both_sides(llm: LLM) -> None:
     kept = weight.detach().clone()
     try:
         weight.mul_(1.7)
-        verdicts = verify(llm, PROMPTS, 12)
+        verdicts = run_scenarios(llm, PROMPTS, 12)
     finally:
         weight.copy_(kept)
     difference = next(d for d in verdicts[0].differences if not d.is_close)
@@ -209,32 +209,32 @@ def test_verify_finds_wrong_weights_and_shows_both_sides(llm: LLM) -> None:
 
 def test_a_close_call_is_none_of_ours() -> None:
     close = Difference(0, 3, 5, 6, (-1.0, None), (-1.0 - CLOSE / 2, -1.0))
-    verdict = Verdict(Schedule("together"), 4, 0, 0, (close,))
+    verdict = Verdict(Scenario("together"), 4, 0, 0, (close,))
     assert verdict.passed
     lines = report([verdict], 1)
     assert lines[0].endswith("equal, 1 close calls: 4 tokens")
     assert "here -1.000000 and -, there" in lines[1]
-    assert lines[2] == "1 requests: as transformers, under every schedule"
-    assert not Verdict(Schedule("x"), 4, 0, 0, (Difference(0, 3, 5, 6, (-1.0, None), (-1.1, -1.0)),)).passed
+    assert lines[2] == "1 requests: as transformers, in every scenario"
+    assert not Verdict(Scenario("x"), 4, 0, 0, (Difference(0, 3, 5, 6, (-1.0, None), (-1.1, -1.0)),)).passed
 
 
 def test_verify_as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "schedules_for", lambda *_: (Schedule("together"),))
-    assert "6 requests: as transformers, under every schedule" in invoke("verify", "--max-tokens", "4")
+    monkeypatch.setattr(scenarios, "scenarios_for", lambda *_: (Scenario("together"),))
+    assert "6 requests: as transformers, in every scenario" in invoke("verify", "--max-tokens", "4")
     monkeypatch.setattr(Difference, "is_close", False)
-    monkeypatch.setattr(schedules, "_first_difference", lambda *_: Difference(0, 0, 1, 2, (0.0, 0.0), (0.0, 0.0)))
+    monkeypatch.setattr(scenarios, "_first_difference", lambda *_: Difference(0, 0, 1, 2, (0.0, 0.0), (0.0, 0.0)))
     assert "not as transformers" in invoke("verify", "--max-tokens", "4", exit_code=1)
 
 
 def test_verify_needs_float32() -> None:
     with pytest.raises(ConfigError, match="differences are only small in float32"):
-        verify(LLM(num_blocks=4, dtype="bfloat16"), PROMPTS, 4)
+        run_scenarios(LLM(num_blocks=4, dtype="bfloat16"), PROMPTS, 4)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_verify_other_families(lab: Any, name: str) -> None:
     llm = LLM(lab.folder(name), dtype="float32", num_blocks=1, block_size=4)
-    assert all(verdict.passed for verdict in verify(llm, [[5, 6, 7], [8] * 9], 8))
+    assert all(verdict.passed for verdict in run_scenarios(llm, [[5, 6, 7], [8] * 9], 8))
 
 
 # bench, trace ------------------------------------------------------------

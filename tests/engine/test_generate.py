@@ -15,6 +15,7 @@ from kvpager import LLM, RequestOutput, SamplingParams
 from kvpager.engine import StreamEvent, build
 from kvpager.errors import ArgumentError, ConfigError, SequenceTooLongError, StateError, UnknownSequenceError
 from kvpager.loader import BUNDLED_MODEL
+from kvpager.verify import forward_eager
 
 PROMPTS = ["The for statement", "Return the file", 'The "with" statement is used to wrap', "import"]
 
@@ -376,7 +377,7 @@ def test_a_device_that_is_not_there(device: str, message: str) -> None:
 def test_a_bad_step_changes_nothing(llm: LLM, ids: list[int], tokens: list[list[int]], message: str) -> None:
     llm.block_manager.create_sequence(0)
     with pytest.raises(ArgumentError, match=message):
-        llm.runner.step(ids, tokens)
+        forward_eager(llm.runner, ids, tokens)
     assert llm.block_manager.sequences[0].sequence_length == 0
     llm.block_manager.release_sequence(0)
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from kvpager import LLM
 from kvpager.cache import PagedKVCache
-from kvpager.config import ModelConfig
+from kvpager.config import CacheConfig, ModelConfig
 from kvpager.errors import ConfigError
 from kvpager.loader import BUNDLED_MODEL, load_parameters, resolve_model
 from kvpager.models import DecoderForCausalLM
+from kvpager.verify import forward_eager
 
 Tensors = dict[str, torch.Tensor]
 
@@ -89,7 +90,7 @@ def test_b112_explicit_head_dim_shapes_the_projections(hidden_size: int, heads: 
     assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (1024, hidden_size)
     assert attention.o_proj.weight.shape == (hidden_size, heads * 128)
     assert sum(getattr(attention, name).weight.shape[0] for name in ("q_proj", "k_proj", "v_proj")) == qkv_rows
-    cache = PagedKVCache.from_config(config, block_size=1, num_blocks=1, dtype=torch.float16)
+    cache = PagedKVCache.from_config(config, CacheConfig(block_size=1, num_blocks=1), dtype=torch.float16)
     assert cache.bytes_per_token == 2 * 8 * 128 * 2
 
 
@@ -233,7 +234,7 @@ def test_b113_an_index_that_lies(altered: Callable[..., Path], entry: dict[str, 
 def last_logits(folder: Path) -> torch.Tensor:
     llm = LLM(folder, num_blocks=4)
     llm.block_manager.create_sequence(0)
-    return llm.runner.step([0], [[5, 9, 4, 17]])[0]
+    return forward_eager(llm.runner, [0], [[5, 9, 4, 17]])[0]
 
 
 def transformers_logits(lab: Any, head: torch.Tensor) -> torch.Tensor:

@@ -273,6 +273,8 @@ class Draw:
         options, size = self.a_namespace(prompt), self.reference.block_size
         if self.sometimes(0.3):
             options["num_new_tokens"] = self.rng.choice((self.a_count(), size, 2 * size))
+        if self.sometimes(0.1):
+            options["reserve_blocks"] = self.rng.choice((0, 1, 2, self.reference.num_blocks, 2**64 - 1))
         if self.sometimes(0.2):
             options["resumed"] = True
         return self.a_new_id(), prompt, options

@@ -128,6 +128,15 @@ def test_an_unknown_policy(make):
         make(4, 4, eviction_policy=5)
 
 
+def test_f230_none_is_the_default(make, observe):
+    settings = ("hash_seed", "watermark_blocks", "eviction_policy", "max_pinned_blocks", "max_sequence_length")
+    plain = make(4, 4, enable_prefix_caching=True)
+    told = make(4, 4, enable_prefix_caching=True, **dict.fromkeys(settings))
+    for manager in (plain, told):
+        manager.admit(1, [1, 2, 3, 4, 5])
+    assert observe(told) == observe(plain)
+
+
 @pytest.mark.parametrize(("text", "call"), ARGUMENT_ERRORS.items(), ids=ARGUMENT_ERRORS)
 def test_argument_error(manager, text, call):
     with pytest.raises(ArgumentError) as caught:

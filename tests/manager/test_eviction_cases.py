@@ -233,6 +233,43 @@ def test_the_watermark_is_kept_while_something_lives_and_waived_while_nothing_do
     manager.admit(2, T(1, 16))
 
 
+def test_f231_a_refused_reserve_changes_nothing(make_caching, observe):
+    """A prompt that would find 8 tokens and takes one of four blocks; the caller wants more to be left."""
+    manager = make_caching(8, 4, eviction_policy="slru")
+    run(manager, 1, T(1, 8))
+    run(manager, 2, T(21, 28))
+    take(manager, 3, 1)
+    before = observe(manager)
+    assert manager.can_admit(4, T(1, 9), reserve_blocks=5) is False
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.admit(4, T(1, 9), reserve_blocks=5)
+    assert str(caught.value) == "need 6 blocks (5 of them the watermark), 5 free of 8"
+    assert observe(manager) == before
+    with pytest.raises(ArgumentError, match="reserve_blocks"):
+        manager.admit(4, T(1, 9), reserve_blocks=-1)
+    assert observe(manager) == before
+    assert manager.can_admit(4, T(1, 9), reserve_blocks=4) is True
+    assert manager.admit(4, T(1, 9), reserve_blocks=4).num_computed_tokens == 8
+    assert manager.num_free_blocks == 4
+
+
+@pytest.mark.parametrize(("watermark", "reserve", "is_live", "kept"), [
+    (2, None, True, 2), (2, 1, True, 2), (2, 3, True, 3), (2, None, False, 0), (2, 0, False, 0), (2, 1, False, 1),
+])  # fmt: skip
+def test_f231_the_larger_of_reserve_and_watermark_is_kept_back(make_caching, watermark, reserve, is_live, kept):
+    """The watermark is waived while nothing is live; a reserve is not, for the caller knows who will take it."""
+    manager = make_caching(8, 4, watermark_blocks=watermark)
+    if is_live:
+        manager.allocate_block()
+    room = manager.num_free_blocks - kept
+    fits, does_not = [0] * (4 * room), [0] * (4 * room + 1)
+    assert manager.can_admit(1, fits, reserve_blocks=reserve) is True
+    if kept:
+        assert manager.can_admit(1, does_not, reserve_blocks=reserve) is False
+    manager.admit(1, fits, reserve_blocks=reserve)
+    assert manager.num_free_blocks == kept
+
+
 def test_a_prompt_that_can_never_fit_is_refused_at_once(make_caching, observe):
     manager = make_caching(4, 4, max_sequence_length=14)
     before = observe(manager)

@@ -121,6 +121,9 @@ def test_parts_of_a_split_plan_are_even():
     assert split_plan.tolist() == [5, 0, 0, 0, 1, 992, 4, 960, 4, 1960, 5, 0]
     window = ops.make_split_plan(lengths, block_size=8, num_parts=2, window=100)
     assert window.tolist() == [5, 0, 0, 0, 3, 8, 5, 0]
+    few = ops.make_split_plan(lengths, block_size=8, num_parts=4, min_part_tokens=int(lengths.sum()) // 2)
+    two = ops.make_split_plan(lengths, block_size=8, num_parts=2)
+    assert few.tolist() == [*two.tolist(), *[len(lengths), 0] * 2]
     assert ops.make_split_plan(ints(), block_size=8, num_parts=3).tolist() == [0] * 10
     out = torch.empty(12, dtype=torch.int32)
     assert ops.make_split_plan(lengths, block_size=8, num_parts=4, out=out) is out

@@ -131,17 +131,20 @@ def solo(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def make_world(implementation: str, num_blocks: int, block_size: int, **options: Any) -> World:
-    cached = options.pop("cached", True)
+    rules = {
+        "enable_prefix_caching": options.pop("cached", True),
+        "eviction_policy": options.pop("eviction_policy", None),
+    }
     options.setdefault("max_num_seqs", 8)
     options.setdefault("max_num_batched_tokens", 64)
     sets = [numpy_set(options["max_num_seqs"], num_blocks, options["max_num_batched_tokens"]) for _ in range(2)]
     if implementation == "rust":
-        from kvpager.decode_batch import BatchBuffers, DecodeBatch
+        from kvpager.manager import BatchBuffers, DecodeBatch
 
-        manager: Any = kvpager.KVBlockManager(num_blocks, block_size, enable_prefix_caching=cached)
+        manager: Any = kvpager.KVBlockManager(num_blocks, block_size, **rules)
         batch: Any = DecodeBatch(manager, *(BatchBuffers(**each) for each in sets))
     else:
-        manager = reference.KVBlockManager(num_blocks, block_size, enable_prefix_caching=cached)
+        manager = reference.KVBlockManager(num_blocks, block_size, **rules)
         batch = reference.DecodeBatch(manager, *(reference.BatchBuffers(**each) for each in sets))
     followed = Followed()
     return World(Scheduler(manager, batch, followers=[followed], **options), manager, followed)

@@ -212,6 +212,26 @@ def test_the_watermark_is_kept_while_others_run_and_waived_else(worlds: Any) -> 
     assert [s.sequence_id for s in world.ended] == [1, 2]
 
 
+@pytest.mark.parametrize("eviction_policy", ["lru", "slru"])
+def test_f231_a_refusal_leaves_order_and_counters_alone(worlds: Any, eviction_policy: str) -> None:
+    """The first who waits would find 8 tokens, but does not fit beside the watermark of those who run."""
+    world = worlds.make(8, 4, watermark_blocks=3, eviction_policy=eviction_policy)
+    world.add(1, tokens(1, 8), 1)
+    world.add(2, tokens(21, 28), 1)
+    world.run()  # leaves two cached prefixes
+    world.add(3, tokens(41, 44), 8)
+    world.step()
+    manager = world.manager
+    before = (manager.free_blocks, manager.stats.num_queried_tokens, manager.stats.num_hit_tokens)
+    assert len(manager.free_blocks) == 7
+    world.add(4, tokens(1, 24), 1)
+    admitted, held_back = world.scheduler._admit()
+    assert (admitted, held_back) == ([], "blocks")
+    assert (manager.free_blocks, manager.stats.num_queried_tokens, manager.stats.num_hit_tokens) == before
+    world.run()
+    assert [s.sequence_id for s in world.ended] == [1, 2, 3, 4]
+
+
 def test_stop_tokens_end_a_sequence(worlds: Any) -> None:
     world = worlds.make(8, 4)
     solo = worlds.solo(tokens(1, 4), 6)

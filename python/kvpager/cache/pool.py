@@ -7,7 +7,7 @@ A quantised block holds its codes and, behind them, their scales, so that whatev
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -15,28 +15,13 @@ from torch import Tensor
 from kvpager import ops
 from kvpager.cache.metadata import AttentionMetadata, refuse_step
 from kvpager.cache_dtypes import SCALE_BYTES, cache_dtype
+from kvpager.config import CacheConfig, CacheShape, bytes_per_block
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
 from kvpager.ops.attention import backends
 from kvpager.ops.attention.options import ScaleKeywords, ScoreKeywords
 from kvpager.ops.tensors import QUANTISED_DTYPES, as_hnd, require_tensors, scales_as_hnd
-
-
-class CacheShape(Protocol):
-    """The part of a model's configuration that shapes its cache."""
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """L, the layers that attend."""
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """K, the kv heads of a layer."""
-
-    @property
-    def head_dim(self) -> int:
-        """D, the elements of a head."""
 
 
 class PagedKVCache:
@@ -156,59 +141,48 @@ class PagedKVCache:
     @classmethod
     def from_config(
         cls,
-        config: CacheShape,
+        model: CacheShape,
+        config: CacheConfig,
         *,
-        block_size: int,
-        num_blocks: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        layout: ops.Layout = "HND",
         dtype: str | torch.dtype = torch.float32,
+        layout: ops.Layout = "HND",
         device: str | torch.device = "cpu",
         block_major: bool = False,
-        attention_backend: str = "auto",
     ) -> Self:
-        """A cache for a model, with a number of blocks or as many as fit a budget in bytes: exactly one of the two.
+        """A cache for a model.
+
+        Args:
+            model: its configuration.
+            config: blocks, block size, dtype and attention backend.
+            dtype: the dtype that the model computes in, and that of the cache where `config.kv_cache_dtype` is "auto".
+            layout, device, block_major: as in the constructor.
 
         Raises:
-            ConfigError: none or both of the two are given, or the budget holds no block.
+            ConfigError: `config` gives neither blocks nor a budget, or a budget that holds no block.
         """
-        if (num_blocks is None) == (kv_cache_memory_bytes is None):
-            got = "none" if num_blocks is None else "both"
-            raise ConfigError(f"wanted one of `num_blocks` and `kv_cache_memory_bytes`, got {got}")
-        if kv_cache_memory_bytes is not None:
-            L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-            _check_sizes(num_layers=L, num_kv_heads=K, block_size=block_size, head_dim=D)
-            per_block = 2 * L * _block_bytes(K, block_size, D, _checked_dtype(dtype))
-            num_blocks = kv_cache_memory_bytes // per_block
-            if num_blocks < 1:
-                raise ConfigError(
-                    f"`kv_cache_memory_bytes`: wanted at least {per_block} bytes (one block of {block_size} tokens), "
-                    f"got {kv_cache_memory_bytes}"
-                )
-        assert num_blocks is not None
         return cls(
-            config.num_hidden_layers,
-            num_blocks,
-            config.num_key_value_heads,
-            block_size,
-            config.head_dim,
+            model.num_hidden_layers,
+            config.blocks_in_pool(model, dtype),
+            model.num_key_value_heads,
+            config.block_size,
+            model.head_dim,
             layout=layout,
-            dtype=dtype,
+            dtype=config.dtype_for(dtype).name,
             device=device,
             block_major=block_major,
-            attention_backend=attention_backend,
+            attention_backend=config.attention_backend,
         )
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's K and V in all layers, scales included."""
-        scales = SCALE_BYTES if self.quantised else 0
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scales)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers, scales included."""
-        return 2 * self.num_layers * _block_bytes(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
+        dtype = cache_dtype(self.dtype)
+        return bytes_per_block(self.num_layers, self.num_kv_heads, self.block_size, self.head_dim, dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in all layers, scales included, rounded up."""
+        return -(-self.bytes_per_block // self.block_size)
 
     def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], ScaleKeywords]:
         """Caches of a layer, and keywords for its scales, as the ops are given them."""
@@ -335,14 +309,6 @@ class PagedKVCache:
 def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found: torch.dtype = getattr(torch, cache_dtype(dtype).torch_name)
     return found
-
-
-def _block_bytes(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block's K, or V, in one layer; scales begin at a multiple of their size."""
-    rows = num_kv_heads * block_size
-    if dtype not in QUANTISED_DTYPES:
-        return rows * head_dim * dtype.itemsize
-    return -(-rows * head_dim // SCALE_BYTES) * SCALE_BYTES + rows * SCALE_BYTES
 
 
 def _check_sizes(**sizes: int) -> None:

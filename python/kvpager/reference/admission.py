@@ -35,6 +35,7 @@ class Admitting(ManagerState):
         token_ids: Any,
         *,
         num_new_tokens: int | None = None,
+        reserve_blocks: int | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: Iterable[Item] = (),
@@ -43,10 +44,11 @@ class Admitting(ManagerState):
     ) -> Admission:
         """Create a sequence from its prompt: match, attach, reserve the slots of the tokens to compute next.
 
-        Those are the next `num_new_tokens` (default, and at most: all that remain). `resumed`: the request was here
-        before, so that what it finds is no hit in the eyes of its user. O(tokens given + slots).
+        Those are the next `num_new_tokens` (default, and at most: all that remain). `reserve_blocks`: blocks that must
+        be left to hand out afterwards; of this and the watermark the larger one is kept back. `resumed`: the request
+        was here before, so that what it finds is no hit in the eyes of its user. O(tokens given + slots).
         """
-        plan = self._plan(sequence_id, token_ids, num_new_tokens, salt, adapter, items, resumed)
+        plan = self._plan(sequence_id, token_ids, num_new_tokens, reserve_blocks, salt, adapter, items, resumed)
         sequence_id, sequence, matched, num_new = plan
         target = open_room(out, num_new)  # the last thing that can fail
         for node in matched:
@@ -72,6 +74,7 @@ class Admitting(ManagerState):
         token_ids: Any,
         *,
         num_new_tokens: int | None = None,
+        reserve_blocks: int | None = None,
         salt: str | None = None,
         adapter: str | None = None,
         items: Iterable[Item] = (),
@@ -79,7 +82,7 @@ class Admitting(ManagerState):
     ) -> bool:
         """Whether `admit` would find the blocks now. What no waiting can cure is raised as `admit` raises it."""
         try:
-            self._plan(sequence_id, token_ids, num_new_tokens, salt, adapter, items, resumed)
+            self._plan(sequence_id, token_ids, num_new_tokens, reserve_blocks, salt, adapter, items, resumed)
         except OutOfBlocksError:
             return False
         return True
@@ -99,6 +102,7 @@ class Admitting(ManagerState):
         sequence_id: int,
         token_ids: Any,
         num_new_tokens: int | None,
+        reserve_blocks: int | None,
         salt: str | None,
         adapter: str | None,
         items: Iterable[Item],
@@ -108,6 +112,7 @@ class Admitting(ManagerState):
         sequence_id = read_natural("sequence_id", sequence_id, ID)
         ids = read_token_ids(token_ids)
         most_new = None if num_new_tokens is None else read_natural("num_new_tokens", num_new_tokens, COUNT)
+        reserve = 0 if reserve_blocks is None else read_natural("reserve_blocks", reserve_blocks, COUNT)
         namespace = read_text("salt", salt), read_text("adapter", adapter)
         sequence = Sequence(namespace=namespace, items=read_items(items, len(ids)), token_ids=list(ids))
         read_flag("resumed", resumed)
@@ -123,7 +128,9 @@ class Admitting(ManagerState):
         if most_new is not None:
             num_new = min(num_new, most_new)
         # While nothing is live nothing runs that could grow into the watermark, and waiting would be for ever.
-        watermark = self._watermark if self._pool.num_live > 0 else 0
+        # The caller's own reserve holds even then: he knows who will take it, and whom he admitted without a slot the
+        # pool can't see.
+        watermark = max(self._watermark if self._pool.num_live > 0 else 0, reserve)
         num_cached = sum(self._pool.state(node.block) == "cached" for node in matched)
         needed = self._blocks_for(num_matched + num_new) - len(matched) + watermark
         self._pool.require(needed, matched=num_cached, watermark=watermark)

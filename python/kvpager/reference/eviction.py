@@ -14,6 +14,8 @@ and the oldest block is never continued by another. `Slru` keeps this in both of
 from collections.abc import Iterator
 from typing import Protocol
 
+from kvpager.errors import ConfigError
+
 
 class EvictionPolicy(Protocol):
     """An order of the cached blocks, oldest first."""
@@ -41,7 +43,7 @@ class EvictionPolicy(Protocol):
 class Lru:
     """Least recently used first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._order: dict[int, None] = {}
 
     def add(self, block: int) -> None:
@@ -126,6 +128,13 @@ class Slru:
         return len(self._probation) + len(self._protected)
 
 
-def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """The policy called `lru` or `slru`."""
-    return Slru(num_blocks) if name == "slru" else Lru()
+POLICIES = {"lru": Lru, "slru": Slru}  # by name, the default first
+
+
+def make_policy(name: str | None, num_blocks: int) -> EvictionPolicy:
+    """The policy of this name; None: the default."""
+    policy = POLICIES.get("lru" if name is None else name)
+    if policy is None:
+        *others, last = (f"`{each}`" for each in POLICIES)
+        raise ConfigError(f"`eviction_policy`: wanted {', '.join(others)} or {last}, got {name}")
+    return policy(num_blocks)

@@ -56,19 +56,20 @@ class ManagerState:
         block_size: int,
         *,
         enable_prefix_caching: bool = False,
-        watermark_blocks: int = 0,
+        watermark_blocks: int | None = None,
         fences: bool = False,
-        eviction_policy: str = "lru",
-        hash_seed: int = 0,
+        eviction_policy: str | None = None,
+        hash_seed: int | None = None,
         max_pinned_blocks: int | None = None,
         max_sequence_length: int | None = None,
     ) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
         _check_shape(num_physical_blocks, block_size)
-        _check_range("watermark_blocks", watermark_blocks, 0, num_physical_blocks)
-        if eviction_policy not in ("lru", "slru"):
-            raise ConfigError(f"`eviction_policy`: wanted `lru` or `slru`, got {eviction_policy}")
-        _check_range("hash_seed", hash_seed, 0, 2**64 - 1, "2^64-1")  # for the Rust version; here nothing is hashed
+        if watermark_blocks is not None:
+            _check_range("watermark_blocks", watermark_blocks, 0, num_physical_blocks)
+        policy = make_policy(eviction_policy, num_physical_blocks)
+        if hash_seed is not None:  # for the Rust version; here nothing is hashed
+            _check_range("hash_seed", hash_seed, 0, 2**64 - 1, "2^64-1")
         if max_pinned_blocks is not None:
             _check_range("max_pinned_blocks", max_pinned_blocks, 0, num_physical_blocks)
         if (
@@ -79,11 +80,10 @@ class ManagerState:
         self.num_blocks = num_physical_blocks
         self.block_size = block_size
         self._caching = read_flag("enable_prefix_caching", enable_prefix_caching)
-        self._watermark = watermark_blocks
+        self._watermark = watermark_blocks or 0
         self._max_length = max_sequence_length
         self._max_pinned = num_physical_blocks if max_pinned_blocks is None else max_pinned_blocks
         self._index = PrefixIndex()
-        policy = make_policy(eviction_policy, num_physical_blocks)
         self._pool = BlockPool(num_physical_blocks, self._index, policy, fences=read_flag("fences", fences))
         self._sequences: dict[int, Sequence] = {}
         self._held_by_caller: set[int] = set()

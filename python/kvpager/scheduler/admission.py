@@ -1,4 +1,4 @@
-"""`Admission`: whether a sequence can ever fit, whether it may come in now, and what is said when nobody can.
+"""`AdmissionGate`: whether a sequence can ever fit, whether it may come in now, and what is said when nobody can.
 
 It owns no rows and runs nothing; the scheduler asks, and does.
 """
@@ -11,10 +11,10 @@ from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
+    from kvpager.manager import KVBlockManager
 
 
-class Admission:
+class AdmissionGate:
     """The door to one pool.
 
     Args:
@@ -69,21 +69,18 @@ class Admission:
         asked = (sequence, manager.num_free_blocks - kept_back, manager.stats.indexed)
         if asked == self._refused:
             return None
-        if manager.can_admit(sequence.sequence_id, sequence.token_ids, salt=sequence.salt, resumed=resumed):
-            num_computed = manager.admit(
-                sequence.sequence_id,
-                sequence.token_ids,
-                num_new_tokens=0,  # `batch.step` takes the slots, chunk by chunk
-                salt=sequence.salt,
-                resumed=resumed,
-                out=self._no_slots,
-            ).num_computed_tokens
-            needed = self.blocks_for(len(sequence.token_ids)) - self.blocks_for(num_computed)
-            if needed + kept_back <= manager.num_free_blocks:
-                return num_computed
-            manager.release_sequence(sequence.sequence_id)
-        self._refused = asked
-        return None
+        prompt = (sequence.sequence_id, sequence.token_ids)
+        if not manager.can_admit(*prompt, reserve_blocks=kept_back, salt=sequence.salt, resumed=resumed):
+            self._refused = asked
+            return None
+        admission = manager.admit(
+            *prompt,
+            num_new_tokens=0,  # `batch.step` takes the slots, chunk by chunk
+            salt=sequence.salt,
+            resumed=resumed,
+            out=self._no_slots,
+        )
+        return admission.num_computed_tokens
 
     def stalled(self, sequence: Sequence) -> StateError:
         """Nobody runs, and the first who waits does not fit."""

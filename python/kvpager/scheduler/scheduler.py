@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpager.errors import ConfigError, OutOfBlocksError, StateError
-from kvpager.scheduler.admission import Admission
+from kvpager.config import check_step_tokens
+from kvpager.errors import OutOfBlocksError, StateError
+from kvpager.scheduler.admission import AdmissionGate
 from kvpager.scheduler.rows import RowFollower, Rows, StopTable
 from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
-    from kvpager.decode_batch import BatchStep, DecodeBatch
+    from kvpager.manager import BatchStep, DecodeBatch, KVBlockManager
 
 
 class Scheduler:
@@ -65,11 +65,7 @@ class Scheduler:
         watermark_blocks: int = 0,
         followers: Iterable[RowFollower] = (),
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigError(
-                f"`max_num_batched_tokens` is {max_num_batched_tokens}; it must be at least `max_num_seqs` "
-                f"{max_num_seqs}, so that all who decode get their token"
-            )
+        check_step_tokens(max_num_batched_tokens, max_num_seqs)
         self.manager = manager
         self.batch = batch
         self.max_num_seqs = max_num_seqs
@@ -77,7 +73,7 @@ class Scheduler:
         self.watermark_blocks = watermark_blocks
         self.counts = SchedulerCounts()
         self._followers = tuple(followers)
-        self._admission = Admission(manager, batch.max_blocks, max_num_seqs)
+        self._gate = AdmissionGate(manager, batch.max_blocks, max_num_seqs)
         self._waiting = WaitingQueue()
         self._rows = Rows.make(max_num_seqs)
         self._prefilling: dict[Sequence, None] = {}
@@ -119,7 +115,7 @@ class Scheduler:
             SequenceTooLongError: it can never fit, however long one waits.
             ArgumentError: no token in it, none to generate, or more forks than rows.
         """
-        self._admission.check_fits(sequence)
+        self._gate.check_fits(sequence)
         for each in (sequence, *sequence.pending):
             each.arrival = self._num_added
             self._num_added += 1
@@ -254,7 +250,7 @@ class Scheduler:
     def _enter(self, sequence: Sequence) -> bool:
         """Admit a sequence if its whole prompt fits beside the needs of those who run. O(its tokens)."""
         kept_back = self._promised_blocks() + (self.watermark_blocks if self._rows.sequences else 0)
-        num_computed = self._admission.enter(sequence, kept_back)
+        num_computed = self._gate.enter(sequence, kept_back)
         if num_computed is None:
             return False
         self._run(sequence, num_computed)
@@ -297,9 +293,7 @@ class Scheduler:
         for sequence in self._prefilling:
             length = int(rows.length[sequence.row])
             promised += (
-                self._admission.blocks_for(len(sequence.token_ids))
-                - self._admission.blocks_for(length)
-                - (length % size == 0)
+                self._gate.blocks_for(len(sequence.token_ids)) - self._gate.blocks_for(length) - (length % size == 0)
             )
         return promised
 
@@ -385,4 +379,4 @@ class Scheduler:
         return len(sequence.token_ids) - int(self._rows.length[sequence.row])
 
     def _stalled(self) -> StateError:
-        return self._admission.stalled(self._waiting.first())
+        return self._gate.stalled(self._waiting.first())

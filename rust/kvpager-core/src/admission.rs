@@ -75,6 +75,20 @@ pub(crate) struct Matching {
     pub(crate) ahead: Vec<Hash>,
 }
 
+/// What an admission may take, and what it counts as. The default: slots for all that remains, nothing kept back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AdmitOptions {
+    /// Slots to reserve, at most; `None`: for all tokens that remain to be computed.
+    pub num_new_tokens: Option<u64>,
+    /// Blocks that must be left to hand out afterwards. Of this and the manager's watermark the larger one is kept back.
+    /// It holds even where the watermark is waived: the caller knows who will take these blocks, and sequences admitted
+    /// without a slot are nobody whom the pool could see.
+    pub reserve_blocks: u64,
+    /// The sequence was here before (it was preempted): what it finds is not counted as a hit, and does not protect it
+    /// from eviction.
+    pub resumed: bool,
+}
+
 /// What an admission does, or would do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admission {
@@ -85,29 +99,29 @@ pub struct Admission {
 }
 
 impl BlockManager {
-    /// Makes a sequence from a prompt: attaches the longest cached prefix and appends the next `num_new_tokens` tokens
-    /// (at most; `None`: all that remain), whose slots are added to `slots`. One step or not at all. O(tokens + slots).
+    /// Makes a sequence from a prompt: attaches the longest cached prefix and appends the next tokens, whose slots are
+    /// added to `slots`. One step or not at all: a refusal changes nothing, not the order of eviction and no counter.
+    /// O(tokens + slots).
     ///
-    /// The ids of the whole prompt are kept: later chunks need only counts. Running sequences keep the watermark, unless
-    /// no block is live. `resumed` says that the user has seen these tokens before (a preempted sequence): what it
-    /// finds is not counted as a hit, and does not protect it from eviction.
+    /// The ids of the whole prompt are kept: later chunks need only counts. Blocks are kept back for running sequences:
+    /// the watermark, unless no block is live, or [`AdmitOptions::reserve_blocks`], whichever is more.
     ///
     /// # Errors
     /// [`Error::Argument`] for a bad id, token id or item; [`Error::DuplicateSequence`]; [`Error::SequenceTooLong`] if
     /// the prompt is longer than a sequence may be or the pool could ever hold; [`Error::OutOfBlocks`] with the new
-    /// blocks and the watermark.
+    /// blocks and those kept back.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?.with_prefix_caching(true))?;
     /// let mut slots = Vec::new();
     /// let prompt = Prompt::new(&[1, 2, 3, 4, 5, 6]);
-    /// assert_eq!(manager.admit(1, &prompt, None, false, &mut slots)?.num_computed_tokens, 0);
+    /// assert_eq!(manager.admit(1, &prompt, &AdmitOptions::default(), &mut slots)?.num_computed_tokens, 0);
     /// assert_eq!(slots, [0, 1, 2, 3, 4, 5]);
     /// manager.commit(1, 6)?; // written: the first block can be found now
     ///
     /// slots.clear();
-    /// assert_eq!(manager.admit(2, &prompt, None, false, &mut slots)?.num_computed_tokens, 4);
+    /// assert_eq!(manager.admit(2, &prompt, &AdmitOptions::default(), &mut slots)?.num_computed_tokens, 4);
     /// assert_eq!(slots, [8, 9]); // two tokens are left to compute
     /// assert_eq!(manager.block_table(2)?, [0, 2]);
     /// # Ok::<(), kvpager_core::Error>(())
@@ -116,11 +130,10 @@ impl BlockManager {
         &mut self,
         sequence_id: SequenceId,
         prompt: &Prompt<'_>,
-        num_new_tokens: Option<u64>,
-        resumed: bool,
+        options: &AdmitOptions,
         slots: &mut Vec<Slot>,
     ) -> Result<Admission> {
-        let plan = self.settle_admission(sequence_id, prompt, num_new_tokens)?;
+        let plan = self.settle_admission(sequence_id, prompt, options)?;
         let Admission { num_computed_tokens, num_slots } = plan;
         reserve_slots(slots, num_slots, "token_ids")?;
         let row = self.sequences.insert(sequence_id) as usize;
@@ -137,7 +150,7 @@ impl BlockManager {
         for &block in &matching.blocks {
             pool.attach(block);
         }
-        if !resumed {
+        if !options.resumed {
             for &block in &matching.blocks {
                 pool.cached.hit(block);
             }
@@ -150,7 +163,7 @@ impl BlockManager {
         pool.look_at_victims(config.blocks_for(num_slots));
         append_run(config, pool, copies, (sequence, table), num_slots, slots);
         if config.prefix_caching() {
-            if resumed {
+            if options.resumed {
                 self.hits.resumed += num_computed_tokens;
             } else {
                 self.hits.queried += prompt.token_ids.len() as u64;
@@ -166,21 +179,23 @@ impl BlockManager {
     /// Those of [`admit`](Self::admit), but for [`Error::OutOfBlocks`], which is the answer `false`.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// assert!(manager.can_admit(1, &Prompt::new(&[1, 2, 3, 4, 5]), None)?);
+    /// let (prompt, all) = (Prompt::new(&[1, 2, 3, 4, 5]), AdmitOptions::default());
+    /// assert!(manager.can_admit(1, &prompt, &all)?);
+    /// assert!(!manager.can_admit(1, &prompt, &AdmitOptions { reserve_blocks: 1, ..all })?);
     /// manager.allocate_block()?;
-    /// assert!(!manager.can_admit(1, &Prompt::new(&[1, 2, 3, 4, 5]), None)?);
-    /// assert!(manager.can_admit(1, &Prompt::new(&[1, 2, 3, 4, 5]), Some(4))?);
+    /// assert!(!manager.can_admit(1, &prompt, &all)?);
+    /// assert!(manager.can_admit(1, &prompt, &AdmitOptions { num_new_tokens: Some(4), ..all })?);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn can_admit(
         &mut self,
         sequence_id: SequenceId,
         prompt: &Prompt<'_>,
-        num_new_tokens: Option<u64>,
+        options: &AdmitOptions,
     ) -> Result<bool> {
-        match self.settle_admission(sequence_id, prompt, num_new_tokens) {
+        match self.settle_admission(sequence_id, prompt, options) {
             Ok(_) => Ok(true),
             Err(Error::OutOfBlocks { .. }) => Ok(false),
             Err(error) => Err(error),
@@ -194,9 +209,9 @@ impl BlockManager {
     /// [`Error::Argument`] for a bad token id or item.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), None, false, &mut Vec::new())?;
+    /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), &AdmitOptions::default(), &mut Vec::new())?;
     /// manager.commit(1, 4)?;
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3, 4]))?, 2); // one token is left to compute
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3, 4, 5]))?, 4);
@@ -254,9 +269,10 @@ impl BlockManager {
     /// Those of [`admit`](Self::admit).
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// assert_eq!(manager.settle_admission(1, &Prompt::new(&[1, 2, 3, 4, 5]), None)?.num_slots, 5);
+    /// let planned = manager.settle_admission(1, &Prompt::new(&[1, 2, 3, 4, 5]), &AdmitOptions::default())?;
+    /// assert_eq!(planned.num_slots, 5);
     /// assert_eq!(manager.num_sequences(), 0);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
@@ -264,7 +280,7 @@ impl BlockManager {
         &mut self,
         sequence_id: SequenceId,
         prompt: &Prompt<'_>,
-        num_new_tokens: Option<u64>,
+        options: &AdmitOptions,
     ) -> Result<Admission> {
         Self::check_id(sequence_id, "sequence_id")?;
         self.check_and_find(prompt, prompt.token_ids.len().saturating_sub(1))?;
@@ -282,15 +298,17 @@ impl BlockManager {
 
         let hits = &self.matching.blocks;
         let num_computed_tokens = hits.len() as u64 * self.config.block_size();
-        let num_slots = (num_tokens - num_computed_tokens).min(num_new_tokens.unwrap_or(u64::MAX));
+        let num_slots = (num_tokens - num_computed_tokens).min(options.num_new_tokens.unwrap_or(u64::MAX));
         let num_new_blocks = self.config.blocks_for(num_computed_tokens + num_slots) - hits.len() as u64;
+        // While nothing is live nothing runs that could grow into the watermark, and waiting would be for ever.
         let watermark = if self.pool.live == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
+        let watermark = watermark.max(options.reserve_blocks);
         let pool = &self.pool;
         let is_cached = |&&block: &&BlockId| pool.ref_count(block) == 0 && !pool.has(block, FENCED);
         let num_available = u64::from(pool.num_available());
         // Most of the time there is enough even if all hits were cached.
-        let needed = num_new_blocks + watermark;
-        if needed + hits.len() as u64 > num_available {
+        let needed = num_new_blocks.saturating_add(watermark);
+        if needed.saturating_add(hits.len() as u64) > num_available {
             let free = num_available - hits.iter().filter(is_cached).count() as u64;
             if needed > free {
                 let (fenced, total) = (u64::from(pool.num_fenced()), u64::from(pool.num_blocks()));

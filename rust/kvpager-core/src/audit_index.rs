@@ -258,7 +258,7 @@ mod tests {
     //! Each kind of corruption, planted by hand, is found and named.
 
     use super::*;
-    use crate::{Config, EvictionPolicy, Item, Prompt};
+    use crate::{AdmitOptions, Config, EvictionPolicy, Item, Prompt};
 
     /// Blocks 0, 1 hold [1, 2], [3, 4] and are sequence 1's, with a tail; 3, 4 hold the same under a salt, cached.
     fn indexed(policy: EvictionPolicy) -> BlockManager {
@@ -268,7 +268,7 @@ mod tests {
         let items = [Item { start: 0, stop: 1, key: "image" }];
         let salted = Prompt { salt: Some("salt"), items: &items, ..plain };
         for (id, prompt) in [(1, &plain), (2, &salted)] {
-            manager.admit(id, prompt, None, false, &mut Vec::new()).unwrap();
+            manager.admit(id, prompt, &AdmitOptions::default(), &mut Vec::new()).unwrap();
             manager.commit(id, 5).unwrap();
         }
         manager.release_sequence(2).unwrap();

@@ -23,9 +23,9 @@ impl BlockManager {
     /// [`Error::State`] if it reaches a token that waits for an untaken copy.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// manager.admit(1, &Prompt::new(&[1, 2, 3]), None, false, &mut Vec::new())?;
+    /// manager.admit(1, &Prompt::new(&[1, 2, 3]), &AdmitOptions::default(), &mut Vec::new())?;
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3]))?, 0);
     /// manager.commit(1, 3)?;
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3]))?, 2);
@@ -48,9 +48,9 @@ impl BlockManager {
     /// Those of [`commit`](Self::commit); [`Error::Argument`] for a bad id or another number of ids.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// manager.admit(1, &Prompt::new(&[1, 2, 3]), None, false, &mut Vec::new())?;
+    /// manager.admit(1, &Prompt::new(&[1, 2, 3]), &AdmitOptions::default(), &mut Vec::new())?;
     /// manager.commit(1, 3)?;
     /// manager.append_token(1)?; // the step that computes the token sampled from the prompt
     /// manager.commit_ids(1, 4, &[9])?; // its id was known only then

@@ -43,7 +43,7 @@ pub enum Error {
         total: u64,
         /// First row of a batched call that lacks a block; `None` for a call on one sequence.
         row: Option<usize>,
-        /// Blocks among those needed that an admission leaves to running sequences; 0 for any other call.
+        /// Blocks among those needed that an admission keeps back for running sequences; 0 for any other call.
         watermark: u64,
     },
 

@@ -181,10 +181,10 @@ impl BlockManager {
     /// more until they are cut back to none, and neither do their forks. O(blocks used so far).
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(4, 2)?.with_prefix_caching(true))?;
     /// let prompt = Prompt::new(&[1, 2, 3, 4]);
-    /// manager.admit(1, &prompt, None, false, &mut Vec::new())?;
+    /// manager.admit(1, &prompt, &AdmitOptions::default(), &mut Vec::new())?;
     /// manager.commit(1, 4)?;
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3, 4, 5]))?, 4);
     /// manager.reset_prefix_cache();

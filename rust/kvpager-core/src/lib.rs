@@ -96,7 +96,7 @@ mod sequence;
 pub mod stats;
 mod table;
 
-pub use admission::{Admission, Item, Prompt};
+pub use admission::{Admission, AdmitOptions, Item, Prompt};
 pub use batch::{BatchBuffers, BatchId, BatchMemory, BatchShape, BatchStep};
 pub use config::{Config, EvictionPolicy};
 pub use error::{Error, Result};

@@ -34,9 +34,9 @@ impl BlockManager {
     /// [`Error::Argument`] for a bad token id or item; [`Error::State`] if it would exceed the quota.
     ///
     /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
+    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), None, false, &mut Vec::new())?;
+    /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), &AdmitOptions::default(), &mut Vec::new())?;
     /// manager.commit(1, 4)?;
     /// let pin = manager.pin_prefix(&Prompt::new(&[1, 2, 3, 4]))?;
     /// manager.release_sequence(1)?;

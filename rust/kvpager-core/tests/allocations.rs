@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use kvpager_core::{
-    BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId, Slot, TokenId,
+    AdmitOptions, BatchId, BatchMemory, BatchShape, BlockManager, Config, Prompt, SequenceId, Slot, TokenId,
 };
 
 struct Counting;
@@ -140,7 +140,7 @@ fn a_warm_batch_with_the_index_allocates_nothing() {
         for id in 0..4 {
             slots.clear();
             let prompt = [1, 2, 3, 4, life % 5, 6];
-            manager.admit(id, &Prompt::new(&prompt), None, false, &mut slots).unwrap();
+            manager.admit(id, &Prompt::new(&prompt), &AdmitOptions::default(), &mut slots).unwrap();
             manager.add_to_batch(batch, id).unwrap();
         }
         for step in 0..6 {
@@ -174,7 +174,7 @@ fn serve(manager: &mut BlockManager, prompts: &[Vec<TokenId>], slots: &mut Vec<S
         let salt = ["a", "b"][id as usize % 2];
         let prompt = Prompt { salt: Some(salt), ..Prompt::new(token_ids) };
         slots.clear();
-        manager.admit(id, &prompt, None, false, slots).unwrap();
+        manager.admit(id, &prompt, &AdmitOptions::default(), slots).unwrap();
         manager.commit(id, length).unwrap();
         for n in 1..=20 {
             manager.append_token(id).unwrap();

@@ -10,8 +10,8 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvpager_core::{
-    BatchId, BatchMemory, BatchShape, BatchStep, BlockId, BlockManager, Config, Error, Prompt, SequenceId,
-    TokenId,
+    AdmitOptions, BatchId, BatchMemory, BatchShape, BatchStep, BlockId, BlockManager, Config, Error, Prompt,
+    SequenceId, TokenId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -364,7 +364,7 @@ impl Subject {
             Operation::Create(raw) => _ = self.manager.create_sequence(raw as u64 % 6),
             Operation::Admit(raw, ref token_ids) => {
                 let prompt = Prompt::new(token_ids);
-                _ = self.manager.admit(raw as u64 % 6, &prompt, None, false, &mut Vec::new());
+                _ = self.manager.admit(raw as u64 % 6, &prompt, &AdmitOptions::default(), &mut Vec::new());
             }
             Operation::Fork(parent, child, n) => {
                 let (parent, child) = (self.existing(parent), child as u64 % 6);

@@ -5,7 +5,7 @@
 
 use std::sync::Mutex;
 
-use kvpager_core::{BlockManager, Config, Error, EvictionPolicy, Prompt, Slot, TokenId};
+use kvpager_core::{AdmitOptions, BlockManager, Config, Error, EvictionPolicy, Prompt, Slot, TokenId};
 
 const NUM_THREADS: u64 = 4;
 const NUM_ROUNDS: u64 = 400;
@@ -28,7 +28,8 @@ fn live(manager: &Mutex<BlockManager>, id: u64, random: &mut Random) -> Result<(
         (0..4 + random.below(20)).map(|at| (at / 6 + random.below(8) / 7) as TokenId).collect();
     let mut slots: Vec<Slot> = Vec::new();
     let call = || manager.lock().unwrap();
-    call().admit(id, &Prompt::new(&token_ids), Some(random.below(20)), false, &mut slots)?;
+    let options = AdmitOptions { num_new_tokens: Some(random.below(20)), ..AdmitOptions::default() };
+    call().admit(id, &Prompt::new(&token_ids), &options, &mut slots)?;
     for _ in 0..random.below(12) {
         let mut manager = call();
         let length = manager.sequence_length(id)?;

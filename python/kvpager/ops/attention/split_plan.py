@@ -13,6 +13,7 @@ from kvpager.errors import ArgumentError
 from kvpager.kinds import is_whole
 from kvpager.ops.tensors import check_written, require_tensors
 
+MIN_PART_TOKENS = 128  # as in csrc/cuda, `kMinPartTokens`: below this a part costs more than it brings
 PARTS_PER_THREAD = 4  # as in csrc/cpu/decode.cpp: a thread that is late leaves its last parts to others
 
 
@@ -54,6 +55,7 @@ def make_split_plan(
     num_parts: int | None = None,
     num_kv_heads: int = 1,
     head_dim: int = 128,
+    min_part_tokens: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """A split plan for `paged_attention` over these lengths: made once a step, valid for all layers.
@@ -67,6 +69,8 @@ def make_split_plan(
             lengths on the CPU whose plan goes to a GPU, name the number.
         num_kv_heads: K, which share out the blocks of a GPU; only for `num_parts` None on CUDA.
         head_dim: D, which bounds the blocks that a GPU runs at once; only for `num_parts` None on CUDA.
+        min_part_tokens: use so few of the parts that each has so many tokens, and leave the last parts empty; 0 uses
+            all parts. `MIN_PART_TOKENS` is what the CUDA kernels choose for themselves.
         out: int32 [2 · num_parts + 4] on the device of `seq_lens`, to write into.
 
     Returns:
@@ -82,7 +86,7 @@ def make_split_plan(
         num_parts = default_num_parts(seq_lens.device, num_kv_heads, head_dim)
     for argument, number, least in (
         ("block_size", block_size, 1), ("window", window, 0), ("fixed_split", fixed_split, 0),
-        ("num_parts", num_parts, 1),
+        ("num_parts", num_parts, 1), ("min_part_tokens", min_part_tokens, 0),
     ):  # fmt: skip
         _check_number(argument, number, least)
     B, device = seq_lens.shape[0], seq_lens.device
@@ -101,12 +105,17 @@ def make_split_plan(
     lengths = seq_lens.long()
     visible = lengths.clamp(max=window) if window else lengths
     ends = visible.cumsum(0)
-    targets = ends[-1] * torch.arange(1, num_parts, device=device) // num_parts
+    total = ends[-1]
+    parts = (total // min_part_tokens).clamp(1, num_parts) if min_part_tokens else num_parts
+    targets = total * torch.arange(1, num_parts, device=device) // parts
     rows = torch.searchsorted(ends, targets, right=True).clamp(max=B - 1)
     grain = fixed_split or block_size
     positions = (lengths - ends)[rows] + targets  # the first visible position, and as far on as the target lies
     cuts[:, 0] = rows
     cuts[:, 1] = torch.minimum(positions, lengths[rows]) // grain * grain
+    if min_part_tokens:  # the cuts behind the last part that is used lie at the end of the line
+        cuts.masked_fill_((targets >= total)[:, None], 0)
+        cuts[:, 0].masked_fill_(targets >= total, B)
     return out
 
 

@@ -1,6 +1,6 @@
 //! What is done to both: operations as drawn, bent towards what exists, run on the model and on the manager.
 
-use kvpager_core::{BlockId, BlockManager, Error, Item, Prompt, SequenceId, Slot, TokenId};
+use kvpager_core::{AdmitOptions, BlockId, BlockManager, Error, Item, Prompt, SequenceId, Slot, TokenId};
 use proptest::prelude::*;
 
 use crate::oracle::{Model, ModelSequence, Tokens, bad_argument};
@@ -8,8 +8,8 @@ use crate::oracle::{Model, ModelSequence, Tokens, bad_argument};
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
     Create(SequenceId),
-    Admit(SequenceId, Tokens, Option<u64>, bool),
-    CanAdmit(SequenceId, Tokens, Option<u64>),
+    Admit(SequenceId, Tokens, AdmitOptions),
+    CanAdmit(SequenceId, Tokens, AdmitOptions),
     Match(Tokens),
     Append(SequenceId, Option<TokenId>),
     AppendRun(SequenceId, u64),
@@ -52,10 +52,10 @@ pub(crate) fn on_model(model: &mut Model, operation: &Operation) -> Result<Answe
             model.sequences.insert(id, ModelSequence::default());
             Ok(Answer::Nothing)
         }
-        Operation::Admit(id, ref prompt, most, resumed) => {
-            model.admit(id, prompt, most, resumed).map(|(computed, slots)| Answer::Admitted(computed, slots))
+        Operation::Admit(id, ref prompt, ref options) => {
+            model.admit(id, prompt, options).map(|(computed, slots)| Answer::Admitted(computed, slots))
         }
-        Operation::CanAdmit(id, ref prompt, most) => match model.plan(id, prompt, most) {
+        Operation::CanAdmit(id, ref prompt, ref options) => match model.plan(id, prompt, options) {
             Ok(_) => Ok(Answer::Number(1)),
             Err(Error::OutOfBlocks { .. }) => Ok(Answer::Number(0)),
             Err(error) => Err(error),
@@ -121,13 +121,13 @@ pub(crate) fn on_manager(manager: &mut BlockManager, operation: &Operation) -> R
     let (mut slots, nothing) = (Vec::new(), |()| Answer::Nothing);
     match *operation {
         Operation::Create(id) => manager.create_sequence(id).map(nothing),
-        Operation::Admit(id, ref tokens, most, resumed) => with_prompt(tokens, |prompt| {
-            let admission = manager.admit(id, prompt, most, resumed, &mut slots)?;
+        Operation::Admit(id, ref tokens, ref options) => with_prompt(tokens, |prompt| {
+            let admission = manager.admit(id, prompt, options, &mut slots)?;
             assert_eq!(admission.num_slots, slots.len() as u64);
             Ok(Answer::Admitted(admission.num_computed_tokens, slots))
         }),
-        Operation::CanAdmit(id, ref tokens, most) => {
-            let can = with_prompt(tokens, |prompt| manager.can_admit(id, prompt, most));
+        Operation::CanAdmit(id, ref tokens, ref options) => {
+            let can = with_prompt(tokens, |prompt| manager.can_admit(id, prompt, options));
             can.map(|can| Answer::Number(can.into()))
         }
         Operation::Match(ref tokens) => {
@@ -277,10 +277,10 @@ impl Model {
         };
         match *drawn {
             Operation::Create(raw) => Operation::Create(new(raw)),
-            Operation::Admit(raw, ref prompt, most, resumed) => {
-                Operation::Admit(new(raw), prompt.clone(), most, resumed)
+            Operation::Admit(raw, ref prompt, options) => Operation::Admit(new(raw), prompt.clone(), options),
+            Operation::CanAdmit(raw, ref prompt, options) => {
+                Operation::CanAdmit(new(raw), prompt.clone(), options)
             }
-            Operation::CanAdmit(raw, ref prompt, most) => Operation::CanAdmit(new(raw), prompt.clone(), most),
             Operation::Append(raw, token_id) => Operation::Append(old(raw), token_id),
             Operation::AppendRun(raw, n) => Operation::AppendRun(old(raw), n),
             Operation::AppendIds(raw, ref ids) => Operation::AppendIds(old(raw), ids.clone()),
@@ -371,13 +371,18 @@ fn operation(num_blocks: u64, block_size: u64) -> impl Strategy<Value = Operatio
     let most = (num_blocks * block_size + 1).min(2 * block_size + 2) as usize;
     let ids = || prop::option::weighted(0.8, token_ids(0..=6));
     let row = (raw.clone(), raw.clone());
+    let reserve = prop_oneof![9 => Just(0), 1 => 0..=num_blocks, 1 => Just(u64::MAX)];
     let chunk = prop::option::weighted(0.3, 0..=block_size * 2);
+    let options =
+        (chunk, reserve, prop::bool::weighted(0.2)).prop_map(|(num_new_tokens, reserve_blocks, resumed)| {
+            AdmitOptions { num_new_tokens, reserve_blocks, resumed }
+        });
     prop_oneof![
         1 => raw.clone().prop_map(Operation::Create),
-        45 => (raw.clone(), prompt(most), chunk.clone(), prop::bool::weighted(0.2))
-            .prop_map(|(id, prompt, most, resumed)| Operation::Admit(id, prompt, most, resumed)),
-        1 => (raw.clone(), prompt(most), chunk)
-            .prop_map(|(id, prompt, most)| Operation::CanAdmit(id, prompt, most)),
+        45 => (raw.clone(), prompt(most), options.clone())
+            .prop_map(|(id, prompt, options)| Operation::Admit(id, prompt, options)),
+        1 => (raw.clone(), prompt(most), options)
+            .prop_map(|(id, prompt, options)| Operation::CanAdmit(id, prompt, options)),
         2 => prompt(most).prop_map(Operation::Match),
         16 => (raw.clone(), prop::option::weighted(0.7, 0..3_u32)).prop_map(|(id, t)| Operation::Append(id, t)),
         1 => (raw.clone(), run.clone()).prop_map(|(id, n)| Operation::AppendRun(id, n)),

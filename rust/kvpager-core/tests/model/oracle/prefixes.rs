@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvpager_core::{BlockId, Error, EvictionPolicy, SequenceId, Slot, TokenId};
+use kvpager_core::{AdmitOptions, BlockId, Error, EvictionPolicy, SequenceId, Slot, TokenId};
 
 use super::{Model, ModelSequence, Namespace, Prefix, Span, Tokens, bad_argument, too_long_error};
 
@@ -46,7 +46,7 @@ impl Model {
         &self,
         id: SequenceId,
         prompt: &Tokens,
-        most: Option<u64>,
+        options: &AdmitOptions,
     ) -> Result<(u64, u64), Error> {
         if self.sequences.contains_key(&id) {
             return Err(Error::DuplicateSequence { sequence_id: id });
@@ -57,9 +57,10 @@ impl Model {
             return Err(too_long_error());
         }
         let computed = self.match_prefix(prompt);
-        let num_slots = (num_tokens - computed).min(most.unwrap_or(u64::MAX));
+        let num_slots = (num_tokens - computed).min(options.num_new_tokens.unwrap_or(u64::MAX));
         let hits = self.find(prompt, num_tokens.saturating_sub(1));
         let watermark = if self.live() == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
+        let watermark = watermark.max(options.reserve_blocks);
         let needed = (computed + num_slots).div_ceil(self.size()) - hits.len() as u64 + watermark;
         let free =
             self.num_available() - hits.iter().filter(|hit| self.cached().contains(hit)).count() as u64;
@@ -74,10 +75,9 @@ impl Model {
         &mut self,
         id: SequenceId,
         prompt: &Tokens,
-        most: Option<u64>,
-        resumed: bool,
+        options: &AdmitOptions,
     ) -> Result<(u64, Vec<Slot>), Error> {
-        let (computed, num_slots) = self.plan(id, prompt, most)?;
+        let (computed, num_slots) = self.plan(id, prompt, options)?;
         let hits = self.find(prompt, (prompt.ids.len() as u64).saturating_sub(1));
         let ids: Vec<_> = prompt.ids.iter().copied().map(Some).collect();
         let prefix = self.prefix(prompt.namespace, &ids, &prompt.items, hits.len());
@@ -98,13 +98,13 @@ impl Model {
         for &hit in &hits {
             self.attach(hit);
             self.sequence_mut(id).table.push(hit);
-            if !resumed && self.config.eviction_policy() == EvictionPolicy::Slru {
+            if !options.resumed && self.config.eviction_policy() == EvictionPolicy::Slru {
                 self.marked.insert(hit);
             }
         }
         let slots = (0..num_slots).map(|_| self.append_one(id, &BTreeSet::new(), None)).collect();
         if self.config.prefix_caching() {
-            if resumed {
+            if options.resumed {
                 self.counted[2] += computed;
             } else {
                 self.counted[0] += computed;
