@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpager import native, native_cache
+from kvpager import native
 from kvpager.errors import ConfigError
+from kvpager.native import cache as native_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
