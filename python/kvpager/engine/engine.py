@@ -79,7 +79,7 @@ class Engine:
             watermark_blocks=manager.num_blocks // 100 if watermark is None else watermark,
             followers=[self._rows],
         )
-        self.factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer)
+        self.factory = RequestFactory(model_config, config, self.scheduler.check_fits, tokenizer)
         self._requests: dict[str, Request] = {}
         self._events: list[StreamEvent] = []  # of requests that ended between steps
         self._trace = trace

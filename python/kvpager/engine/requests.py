@@ -1,6 +1,6 @@
 """Prompts and wishes become requests; everything that can be refused is refused here, before anything runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -126,11 +126,15 @@ class RequestFactory:
     """Makes requests for one model and one pool, and numbers them. O(prompt tokens) each."""
 
     def __init__(
-        self, model_config: ModelConfig, config: EngineConfig, num_blocks: int, tokenizer: Tokenizer | None
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        check_fits: Callable[[scheduler.Sequence], None],
+        tokenizer: Tokenizer | None,
     ) -> None:
         self._model_config = model_config
         self._config = config
-        self._num_blocks = num_blocks
+        self._check_fits = check_fits  # the scheduler's: whether the pool can ever hold a sequence
         self._tokenizer = tokenizer
         self._num_requests = 0
         self._sequence_ids = count()
@@ -179,6 +183,10 @@ class RequestFactory:
             for n in range(params.n)
         ]
         completions[0].sequence.adopt([each.sequence for each in completions[1:]])
+        try:
+            self._check_fits(completions[0].sequence)
+        except SequenceTooLongError as error:
+            raise SequenceTooLongError(f"prompt {index}: {error}") from None
         return Request(
             request_id=str(number),
             index=index,
@@ -237,13 +245,6 @@ class RequestFactory:
             raise SequenceTooLongError(f"{what}: {total} positions, the model has {limit}")
         if self._config.max_model_len is not None and total > self._config.max_model_len:
             raise SequenceTooLongError(f"{what}: {total} positions, `max_model_len` is {self._config.max_model_len}")
-        num_blocks = -(-(total - 1) // self._config.block_size)  # the last token takes no slot
-        if num_blocks > self._num_blocks:
-            raise SequenceTooLongError(
-                f"{what}: {num_blocks} blocks of {self._config.block_size}, the pool has {self._num_blocks}; set "
-                f"`num_blocks` to at least {num_blocks}, or lower `max_tokens` by "
-                f"{total - 1 - self._num_blocks * self._config.block_size}"
-            )
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -109,6 +109,10 @@ class Scheduler:
         """Whether a running sequence has more than its last token to compute, or had when this step began."""
         return sequence in self._prefilling
 
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that can never run, without adding it; errors as of `add`."""
+        self._gate.check_fits(sequence)
+
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, and with it those that are to be its forks, into the queue.
 
