@@ -104,6 +104,11 @@ def test_every_layer_exists() -> None:
     assert set(BELOW) - {"_core"} <= present
 
 
+def test_the_documents_name_every_layer() -> None:
+    described = (ROOT / "docs" / "design" / "layers.md").read_text()
+    assert {layer for layer in BELOW if f"`{layer}`" not in described} == {"__main__"}
+
+
 def test_the_core_crate_knows_no_python() -> None:
     manifest = tomllib.loads((ROOT / "rust" / "kvpager-core" / "Cargo.toml").read_text())
     assert set(manifest["dependencies"]) <= {"thiserror", "rustc-hash"}
