@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
+from kvpager.manager import KVBlockManager
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 from kvpager.verify import forward_eager

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import kvpager
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "kvpager"
 
@@ -16,9 +18,8 @@ BELOW = {
     "cache_dtypes": {"errors"},
     "config": {"errors", "kinds", "cache_dtypes", "_core"},
     "_core": {"errors"},
-    "block_manager": {"_core"},
-    "decode_batch": {"block_manager", "kinds"},
-    "scheduler": {"decode_batch", "config"},
+    "manager": {"_core", "kinds"},
+    "scheduler": {"manager", "config"},
     "reference": {"errors"},
     "native": {"errors"},
     "ops": {"native", "kinds", "cache_dtypes"},
@@ -28,7 +29,7 @@ BELOW = {
     "loader": {"models", "huge_pages"},
     "tokenizer": {"config"},
     "sampling": {"ops", "kinds"},
-    "runner": {"decode_batch", "models"},
+    "runner": {"manager", "models"},
     "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},
     "verify": {"engine"},
     "cli": {"verify"},
@@ -97,6 +98,13 @@ def test_imports_point_downward(path: Path) -> None:
 def test_an_upward_import_is_seen_however_it_is_written(code: str) -> None:
     assert {layer_of(name) for name in imports_of(code, "kvpager.ops")} == {"engine"}
     assert "engine" not in reachable("ops")
+
+
+def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == kvpager._HOMES
 
 
 def test_every_layer_exists() -> None:

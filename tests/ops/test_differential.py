@@ -209,6 +209,29 @@ def test_merge_equals_attention_over_the_union(kernels, make_case, tolerance, dt
         assert torch.equal(parts[1], merged_lse)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_f230_an_lse_of_plus_infinity_is_an_empty_part(kernels, dtype):
+    """What FlashAttention-2 reports for a part without positions; `out` of it is not read."""
+    T, H, D = 3, 5, 8
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(T, H, D, generator=generator).to(dtype) for _ in range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lse_a, lse_b = (torch.randn(T, H, generator=generator).to(wide) for _ in range(2))
+    whole = ops.merge_attention(a, lse_a, b, lse_b)
+    lse_a[:, [0, 2]], a[:, [0, 2]] = math.inf, math.nan  # head 0: a is empty
+    lse_b[:, [1, 2]], b[:, [1, 2]] = math.inf, math.nan  # head 1: b is; head 2: both are
+    lse_b[0, 2] = -math.inf
+    lse = torch.empty_like(lse_a)
+    merged = ops.merge_attention(a, lse_a, b, lse_b, lse=lse)
+    out = merged[0] if isinstance(merged, tuple) else merged
+    assert torch.equal(out[:, 0], b[:, 0])
+    assert torch.equal(out[:, 1], a[:, 1])
+    assert (out[:, 2] == 0).all()
+    assert torch.equal(out[:, 3:], whole[:, 3:])
+    torch.testing.assert_close(lse[:, :2], torch.stack([lse_b[:, 0], lse_a[:, 1]], dim=1))
+    assert (lse[:, 2] == -math.inf).all()
+
+
 def test_merge_of_two_empty_parts_is_empty(kernels):
     nothing, lse = torch.full((2, 3, 4), math.nan), torch.full((2, 3), -math.inf)
     out, out_lse = ops.merge_attention_lse(nothing, lse, nothing, lse)

@@ -139,7 +139,7 @@ def make_world(implementation: str, num_blocks: int, block_size: int, **options:
     options.setdefault("max_num_batched_tokens", 64)
     sets = [numpy_set(options["max_num_seqs"], num_blocks, options["max_num_batched_tokens"]) for _ in range(2)]
     if implementation == "rust":
-        from kvpager.decode_batch import BatchBuffers, DecodeBatch
+        from kvpager.manager import BatchBuffers, DecodeBatch
 
         manager: Any = kvpager.KVBlockManager(num_blocks, block_size, **rules)
         batch: Any = DecodeBatch(manager, *(BatchBuffers(**each) for each in sets))

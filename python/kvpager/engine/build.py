@@ -5,11 +5,11 @@ import logging
 
 import torch
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
 from kvpager.loader import ModelFiles
+from kvpager.manager import KVBlockManager
 from kvpager.models import Model
 from kvpager.native import native_status
 from kvpager.runner import CudaCapture, ModelRunner, decode_sizes

@@ -24,7 +24,7 @@ _BUILDER = Path("build_backend") / "native_build.py"
 def source_root() -> Path | None:
     """The folder that holds csrc/ and its build script: of the wheel, or the checkout; None if there is neither."""
     for root in (_PACKAGE / "_sources", _PACKAGE.parents[1]):
-        if (root / _BUILDER).exists() and (root / "csrc" / "ops.cpp").exists():
+        if (root / _BUILDER).exists() and (root / "csrc" / "types.h").exists():
             return root
     return None
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import AttentionMetadata, PagedKVCache
-from kvpager.decode_batch import BatchBuffers, BatchStep
+from kvpager.manager import BatchBuffers, BatchStep, KVBlockManager
 from kvpager.models import Model
 from kvpager.ops.attention.split_plan import MIN_PART_TOKENS
 from kvpager.runner.graphs import Replay

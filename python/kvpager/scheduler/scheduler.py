@@ -37,8 +37,7 @@ from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
-    from kvpager.decode_batch import BatchStep, DecodeBatch
+    from kvpager.manager import BatchStep, DecodeBatch, KVBlockManager
 
 
 class Scheduler:

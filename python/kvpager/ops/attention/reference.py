@@ -248,9 +248,11 @@ def attend_blockwise(
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of positions; see `kvpager.ops.merge_attention`.
 
-    out = Σ out_i · exp(lse_i − lse), lse = log Σ exp(lse_i). A part with lse −inf is empty and its `out` is not read.
+    out = Σ out_i · exp(lse_i − lse), lse = log Σ exp(lse_i). A part with lse −inf is empty and its `out` is not read;
+    so is one with +inf, which is what FlashAttention-2 reports for an empty part.
     """
     dtype = accumulate_dtype(out_a.dtype)
+    lse_a, lse_b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     merged = out_a.new_zeros(out_a.shape, dtype=dtype)
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
