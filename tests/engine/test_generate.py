@@ -118,7 +118,7 @@ def end_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> int
     """Makes the token that comes at this place of PROMPTS[0]'s text an end-of-text token."""
     token = llm.generate(PROMPTS[0], max_tokens=num_tokens)[0].outputs[0].token_ids[-1]
     changed = kvpager.config.ModelConfig(**{**vars(llm.model_config), "eos_token_ids": (99, token)})
-    monkeypatch.setattr(llm.engine._factory, "_model_config", changed)
+    monkeypatch.setattr(llm.engine.factory, "_model_config", changed)
     return token
 
 
