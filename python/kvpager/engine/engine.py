@@ -103,7 +103,7 @@ class Engine:
 
         Args:
             prompt: a text, token ids, or ``{"prompt_token_ids": ids}``.
-            sampling_params: its wishes; None: the defaults.
+            sampling_params: how its tokens are chosen; None: the defaults.
             request_id: its name while it is here; None: a number.
             priority: lower ones go first.
             cache_salt: only requests with the same salt find what this one computes.
@@ -112,7 +112,7 @@ class Engine:
             Its name.
 
         Raises:
-            ArgumentError: a bad prompt or bad wishes, or a name that is taken.
+            ArgumentError: a bad prompt or bad parameters, or a name that is taken.
             SequenceTooLongError: it can never fit the model's positions or the pool.
         """
         if request_id is not None and request_id in self._requests:

@@ -1,4 +1,4 @@
-"""Prompts and wishes become requests; everything that can be refused is refused here, before anything runs."""
+"""Prompts and sampling parameters become requests; everything that can be refused is refused here, before it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Request:
         index: the prompt's place among those given.
         prompt: the text, if it came as one.
         prompt_token_ids: P tokens.
-        params: wishes.
+        params: sampling parameters.
         completions: n of them; the first computes the prompt, the others begin as its forks.
         prompt_logprobs: by position, where it asked; filled as the prompt is computed.
         num_ended: completions whose last event is out.
@@ -153,8 +153,8 @@ class RequestFactory:
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed), max_tokens, temperature)
         requests = [
-            self._make_one(index, prompt, wishes, priority, cache_salt)
-            for index, (prompt, wishes) in enumerate(zip(listed, params, strict=True))
+            self._make_one(index, prompt, each, priority, cache_salt)
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True))
         ]
         self._num_requests += len(requests)
         return requests

@@ -21,6 +21,9 @@ What that promises, with one priority (tests/scheduler/test_scheduler_properties
 
 Costs: a steady decode is one call to the allocator and a few array operations, no Python per row, but for appending
 each token to its sequence's list. Steps with prefills, arrivals or ends: O(rows + tokens).
+
+Longer than 300 lines because its operations change the same five fields (rows, queue, prefilling, pending, counts), and
+each of them must leave all five in agreement.
 """
 
 from collections.abc import Iterable
