@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
+from kvpager.kinds import is_text, is_whole
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -39,9 +40,13 @@ class AdmissionGate:
 
         Raises:
             SequenceTooLongError: it can never fit, however long one waits.
-            ArgumentError: no token in it, none to generate, or more forks than rows.
+            ArgumentError: no token in it, none to generate, more forks than rows, or a rank or salt of another kind.
         """
         P, new = sequence.num_prompt_tokens, sequence.max_tokens
+        if not is_whole(sequence.priority):  # a rank that can't be compared would wedge the queue
+            raise ArgumentError("priority", "a whole number", repr(sequence.priority))
+        if sequence.salt is not None and not is_text(sequence.salt):
+            raise ArgumentError("cache_salt", "None or a text without lone surrogates", repr(sequence.salt))
         if P < 1 or new < 1:
             raise ArgumentError("sequence", "at least one prompt token and one to generate", f"{P} and {new}")
         if 1 + len(sequence.pending) > self._max_num_seqs:
@@ -70,7 +75,11 @@ class AdmissionGate:
         asked = (sequence, manager.num_free_blocks - kept_back, manager.stats.indexed)
         if asked == self._refused:
             return None
-        prompt = (sequence.sequence_id, sequence.token_ids)
+        token_ids = sequence.token_ids
+        if not sequence.finds_prefix:  # of one token nothing can be found; `batch.step` tells the others
+            kept_back += self.blocks_for(len(token_ids)) - 1
+            token_ids = token_ids[:1]
+        prompt = (sequence.sequence_id, token_ids)
         if not manager.can_admit(*prompt, reserve_blocks=kept_back, salt=sequence.salt, resumed=resumed):
             self._refused = asked
             return None
