@@ -20,3 +20,8 @@ def is_real(value: object) -> bool:
 def is_list(value: object) -> bool:
     """Whether it is a list or another sequence of things; a text is one thing."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether it is a text that UTF-8 can hold: no lone surrogate in it."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

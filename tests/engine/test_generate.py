@@ -118,7 +118,7 @@ def end_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> int
     """Makes the token that comes at this place of PROMPTS[0]'s text an end-of-text token."""
     token = llm.generate(PROMPTS[0], max_tokens=num_tokens)[0].outputs[0].token_ids[-1]
     changed = kvpager.config.ModelConfig(**{**vars(llm.model_config), "eos_token_ids": (99, token)})
-    monkeypatch.setattr(llm.engine._factory, "_model_config", changed)
+    monkeypatch.setattr(llm.engine.factory, "_model_config", changed)
     return token
 
 
@@ -186,8 +186,8 @@ def test_the_last_token_takes_no_slot() -> None:
     assert llm.last_run.peak_blocks == 2
     with pytest.raises(
         SequenceTooLongError,
-        match=r"3 tokens and asks for 7 more: 3 blocks of 4, the pool has 2; set `num_blocks` to at least 3, or "
-        r"lower `max_tokens` by 1",
+        match=r"prompt 0: 3 prompt tokens and 7 new ones need 3 blocks of 4 tokens, 2 is the most; "
+        r"set `num_blocks` to at least 3, or lower `max_tokens` by 1",
     ):
         llm.generate([5, 6, 7], max_tokens=7)
 

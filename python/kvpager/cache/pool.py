@@ -4,6 +4,8 @@ The cache knows no sequence and hands out no block; it holds bytes, writes rows 
 Two arrangements of the one allocation: layer-major [L, 2, N, block] (a layer's blocks lie together) and block-major
 [N, L, 2, block] (one copy moves a block through all layers). `key_cache[l]` and `value_cache[l]` are views of it.
 A quantised block holds its codes and, behind them, their scales, so that whatever moves the block moves them too.
+
+Longer than 300 lines because the one class documents each tensor that it hands out.
 """
 
 from collections.abc import Sequence

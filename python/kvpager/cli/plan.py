@@ -10,6 +10,7 @@ import torch
 from kvpager.config import EngineConfig
 from kvpager.engine.build import resolve_dtype
 from kvpager.loader import ModelFiles
+from kvpager.sampling import prompt_logprob_bytes
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Plan:
         dtype: of the weights, and of all arithmetic.
         cache_dtype: of the cache.
         weight_bytes, cache_bytes: of the weights, and of the whole pool.
+        prompt_logprob_bytes: taken for a moment, at most, where a request asks for `prompt_logprobs`.
         bytes_per_block: of the cache, all layers, scales included.
         block_size, num_blocks: of the pool.
         max_model_len: positions that the model has.
@@ -31,6 +33,7 @@ class Plan:
     dtype: str
     cache_dtype: str
     weight_bytes: int
+    prompt_logprob_bytes: int
     bytes_per_block: int
     block_size: int
     num_blocks: int
@@ -67,6 +70,7 @@ def make_plan(files: ModelFiles, config: EngineConfig) -> Plan:
         dtype=dtype,
         cache_dtype=config.dtype_for(dtype).name,
         weight_bytes=num_parameters * getattr(torch, dtype).itemsize,
+        prompt_logprob_bytes=prompt_logprob_bytes(model.vocab_size),
         bytes_per_block=config.bytes_per_block(model, dtype),
         block_size=config.block_size,
         num_blocks=config.blocks_in_pool(model, dtype),
@@ -91,7 +95,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("longest request", f"{plan.longest_request:,} tokens (the model has {plan.max_model_len:,} positions)"),
         ("together", "; ".join(fits)),
-        ("in all", _size(total)),
+        ("in all", f"{_size(total)}; prompt_logprobs take at most {_size(plan.prompt_logprob_bytes)} more"),
     ]
     if plan.available_bytes is not None:
         lines.append(("memory", f"{_size(plan.available_bytes)} available: {_verdict(plan, total)}"))

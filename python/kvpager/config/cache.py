@@ -96,6 +96,8 @@ class CacheConfig:
             least = each.metadata.get("least")
             if least is not None and value is not None and value < least:
                 raise ConfigError(f"`{name}` is {value}; it must be at least {least}")
+            if is_whole(value):
+                object.__setattr__(self, name, int(value))  # numpy's whole numbers overflow where Python's do not
 
     def dtype_for(self, computed: object) -> CacheDtype:
         """The dtype of the cache beside a model that computes in `computed` (a name or a dtype of torch).

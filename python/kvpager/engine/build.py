@@ -16,15 +16,21 @@ from kvpager.runner import CudaCapture, ModelRunner, decode_sizes
 from kvpager.tokenizer import Tokenizer
 
 
-def make_tokenizer(files: ModelFiles) -> Tokenizer | None:
-    """The tokenizer that a model brings; None where a folder has no ``tokenizer.json``.
+def make_tokenizer(files: ModelFiles) -> tuple[Tokenizer | None, str]:
+    """The tokenizer that a model brings; None where it brings none that can be used, and why not.
 
-    Raises:
-        ConfigError: it is damaged, or not byte-level.
+    Prompts of token ids need no tokenizer, so a model without one is no error; a request that needs text is.
     """
-    if files.gguf_fields is not None:
-        return Tokenizer.from_gguf(files.gguf_fields)
-    return Tokenizer.from_folder(files.path) if (files.path / "tokenizer.json").is_file() else None
+    try:
+        if files.gguf_fields is not None:
+            return Tokenizer.from_gguf(files.gguf_fields), ""
+        if not (files.path / "tokenizer.json").is_file():
+            return None, "the model folder has no tokenizer.json"
+        return Tokenizer.from_folder(files.path), ""
+    except ConfigError as error:
+        reason = f"the model's tokenizer can't be used: {error}"
+        logging.getLogger("kvpager").warning("%s; prompts have to be token ids", reason)
+        return None, reason
 
 
 def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:

@@ -4,11 +4,14 @@ A step is: the scheduler says who computes what and takes the slots; the runner 
 committed; the sampler chooses; the tokens go to their requests, and who ends gives its blocks back. The host's part of
 a steady decode is independent of how it is spread over requests but for a few operations per new token.
 
-If anything fails in a step (model, sampler, allocator), the error comes out of `step`, and everyone who ran waits
-again, with all tokens that were given out: calling `step` again begins anew. Whatever ends a request - its last token,
-a stop, an error, `abort` - gives its blocks back in that moment.
+What fails for one request (admitting it, its row of the sampler, scores that leave it no token, its text) ends that
+request alone, with "error" and the error's text; the others don't notice. If what all share fails (the model's forward,
+the batch's slots, the draw for all rows), the error comes out of `step`, and everyone who ran waits again, with all
+tokens that were given out: calling `step` again begins anew. A trace that can't be written ends itself and costs no
+token. Whatever ends a request - its last token, a stop, an error, `abort` - gives its blocks back in that moment.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -22,9 +25,10 @@ from kvpager.engine.rows import SamplerRows, keep_prompt_logprobs
 from kvpager.engine.stats import EngineStats, take_stats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError
+from kvpager.kinds import is_text
 from kvpager.manager import DecodeBatch
 from kvpager.runner import ModelRunner, StepTensors
-from kvpager.sampling import SampledTokens, Sampler, SamplingParams
+from kvpager.sampling import PositionLogprobs, SampledTokens, Sampler, SamplingParams
 from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence
 from kvpager.tokenizer import Tokenizer
 
@@ -37,6 +41,7 @@ class Engine:
         model_config: of the model.
         config: how it is run.
         tokenizer: None: prompts come as token ids, and completions have no text.
+        no_text_because: what is said to a request that needs text where there is no tokenizer.
         trace: gets a record of every step.
         clock: seconds; only differences matter.
 
@@ -55,6 +60,7 @@ class Engine:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         *,
+        no_text_because: str = "the model has no tokenizer",
         trace: StepTrace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -79,7 +85,7 @@ class Engine:
             watermark_blocks=manager.num_blocks // 100 if watermark is None else watermark,
             followers=[self._rows],
         )
-        self.factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer)
+        self.factory = RequestFactory(model_config, config, self.scheduler.check_fits, tokenizer, no_text_because)
         self._requests: dict[str, Request] = {}
         self._events: list[StreamEvent] = []  # of requests that ended between steps
         self._trace = trace
@@ -103,18 +109,20 @@ class Engine:
 
         Args:
             prompt: a text, token ids, or ``{"prompt_token_ids": ids}``.
-            sampling_params: its wishes; None: the defaults.
+            sampling_params: how its tokens are chosen; None: the defaults.
             request_id: its name while it is here; None: a number.
-            priority: lower ones go first.
+            priority: a whole number; lower ones go first.
             cache_salt: only requests with the same salt find what this one computes.
 
         Returns:
             Its name.
 
         Raises:
-            ArgumentError: a bad prompt or bad wishes, or a name that is taken.
+            ArgumentError: a bad prompt, bad parameters, another argument of a wrong kind, or a name that is taken.
             SequenceTooLongError: it can never fit the model's positions or the pool.
         """
+        if request_id is not None and not is_text(request_id):
+            raise ArgumentError("request_id", "None or a text without lone surrogates", repr(request_id))
         if request_id is not None and request_id in self._requests:
             raise ArgumentError("request_id", "a name that no unfinished request has", request_id)
         listed: list[Prompt] = [prompt]
@@ -176,6 +184,7 @@ class Engine:
         started = self._clock()
         try:
             step = self.scheduler.schedule()
+            events += self._failed_events()
             if step is None:
                 return events
             hidden = self.runner.run(
@@ -193,9 +202,10 @@ class Engine:
             due = self.scheduler.commit(step)
             if self.on_computed is not None:
                 self.on_computed()
+            events += self._failed_events()
             sampled = self._sample(due, hidden)
         except BaseException:
-            self._events = events + self._events
+            self._events = events + self._failed_events() + self._events
             self.scheduler.restart_all()
             raise
         events += self._take(due, sampled, step)
@@ -207,7 +217,9 @@ class Engine:
     def _sample(self, due: SampleRows, hidden: Tensor) -> SampledTokens | None:
         if due.rows is not None and len(due.rows) == 0:
             return None
-        return self.sampler.sample(self.runner.logits(hidden, due.token_index), due.rows)
+        sampled = self.sampler.sample(self.runner.logits(hidden, due.token_index), due.rows)
+        self.sampler.accept(range(self.sampler.num_rows) if due.rows is None else due.rows, sampled.token_ids)
+        return sampled
 
     def _take(self, due: SampleRows, sampled: SampledTokens | None, step: ScheduledStep) -> list[StreamEvent]:
         """Hands the tokens to their requests."""
@@ -218,8 +230,6 @@ class Engine:
                 request.scheduled_seconds = now
         if sampled is None:
             return []
-        num_rows = self.sampler.num_rows
-        self.sampler.accept(range(num_rows) if due.rows is None else due.rows, sampled.token_ids)
         sequences, _ = self.scheduler.take(due, sampled.token_ids, sampled.is_ok)
         self._num_generated += int(sampled.is_ok.sum())
         return [
@@ -231,25 +241,42 @@ class Engine:
         self, sequence: Sequence, token_id: int, place: int, sampled: SampledTokens, now: float
     ) -> StreamEvent:
         request, completion = self._rows.completions[sequence.sequence_id]
-        piece = ""
-        if sequence.finish_reason != "error":
-            piece = completion.text.push(token_id)
-            request.last_token_seconds = now
-            if request.first_token_seconds is None:
-                request.first_token_seconds = now
-            if place in sampled.logprobs:
-                completion.logprobs.append(sampled.logprobs[place])
-            if completion.text.stop_reason is not None:
-                completion.stop_text = completion.text.stop_reason
-                self._stop(sequence)
-        if sequence.finish_reason is not None:
-            piece += completion.text.finish()
+        if sequence.finish_reason == "error":
+            sequence.error = "the scores of its next token are not numbers, or leave no token to choose"
+            return self._event(request, completion, token_id, completion.text.finish())
+        request.last_token_seconds = now
+        if request.first_token_seconds is None:
+            request.first_token_seconds = now
+        try:
+            piece = self._piece(request, completion, token_id, sampled.logprobs.get(place))
+        except Exception as error:  # the tokenizer's; what is wrong with one text stops no other
+            self._end(sequence, "error")
+            sequence.error = str(error) or type(error).__name__
+            logging.getLogger("kvpager").error("request %s ends: %s", request.request_id, error, exc_info=error)
+            piece = ""
         return self._event(request, completion, token_id, piece)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """End a sequence by its text; one that its last token ended in the same moment is a stop, too."""
-        self.scheduler.finish(sequence, "stop")
-        sequence.finish_reason = "stop"
+    def _piece(self, request: Request, completion: Completion, token_id: int, logprobs: PositionLogprobs | None) -> str:
+        """The text that a token lets out. Ends its sequence where a stop string is found."""
+        sequence, piece = completion.sequence, ""
+        if sequence.stop_token_id is None or request.params.include_stop_str_in_output:
+            piece = completion.text.push(token_id)
+        if logprobs is not None:
+            completion.logprobs.append(request.with_texts(logprobs))
+        if completion.text.stop_reason is not None:
+            completion.stop_text = completion.text.stop_reason
+            self._end(sequence, "stop")
+        return piece if sequence.finish_reason is None else piece + completion.text.finish()
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence by its text, even one that its last token ended in the same moment."""
+        self.scheduler.finish(sequence, reason)
+        sequence.finish_reason = reason
+
+    def _failed_events(self) -> list[StreamEvent]:
+        """Events of those that the scheduler could not admit or fork."""
+        failed = [self._rows.completions[each.sequence_id] for each in self.scheduler.take_failed()]
+        return [self._event(request, completion, -1, completion.text.finish()) for request, completion in failed]
 
     def _event(self, request: Request, completion: Completion, token_id: int, piece: str) -> StreamEvent:
         completion.pieces.append(piece)
@@ -267,7 +294,15 @@ class Engine:
             if self._trace is not None:
                 self._trace.note_end(output)
         return StreamEvent(
-            request.request_id, request.index, token_id, piece, reason, output, completion.index, completion.state
+            request.request_id,
+            request.index,
+            token_id,
+            piece,
+            reason,
+            output,
+            completion.index,
+            completion.state,
+            completion.sequence.error,
         )
 
     # Looking ----------------------------------------------------------------------------------------------------------

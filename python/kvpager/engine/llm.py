@@ -18,6 +18,7 @@ from kvpager.engine.requests import Prompt, Request
 from kvpager.engine.stats import EngineStats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError, ConfigError, StateError, UnknownSequenceError
+from kvpager.kinds import is_text
 from kvpager.loader import open_model
 from kvpager.manager import SequenceState
 from kvpager.sampling import SamplingParams
@@ -49,11 +50,18 @@ class LLM:
         self.config = (config or EngineConfig()).override(**overrides)
         files = open_model(model)
         self.folder, self.model_config = files.path, files.config
-        self.tokenizer = make_tokenizer(files)
+        self.tokenizer, self.no_text_because = make_tokenizer(files)
         self.runner = make_runner(files, self.config)
         self.block_manager = self.runner.block_manager
         self.trace = None if trace is None else StepTrace(trace)
-        self.engine = Engine(self.runner, self.model_config, self.config, self.tokenizer, trace=self.trace)
+        self.engine = Engine(
+            self.runner,
+            self.model_config,
+            self.config,
+            self.tokenizer,
+            no_text_because=self.no_text_because,
+            trace=self.trace,
+        )
         self.engine.on_computed = self._note_peak
         self.last_run = RunStats()
         self._is_running = False
@@ -141,8 +149,10 @@ class LLM:
             ArgumentError: the template refuses these messages.
         """
         if self.tokenizer is None:
-            raise ConfigError(f"`{self.folder}` has no tokenizer.json")
+            raise ConfigError(f"a conversation is text, and {self.no_text_because}")
         text = self.tokenizer.apply_chat_template(messages, **variables)
+        if not is_text(text):
+            raise ArgumentError("messages", "texts without lone surrogates", "a conversation with one")
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def abort(self, request_id: str) -> None:

@@ -12,12 +12,14 @@ class CompletionOutput:
 
     Attributes:
         index: number of the completion within its request.
-        text: without special tokens.
+        text: without special tokens, and without the stop string or token that ended it, unless the request asks for
+            them.
         token_ids: as sampled, the end-of-text token and those of a stop string included.
         finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (`max_tokens` reached), ``"abort"``, or
-            ``"error"`` (the model's scores were not numbers, or left no token to choose).
+            ``"error"`` (something of this completion could not be computed; `error` says what).
         stop_reason: the stop string or token of the request that ended it; None for the model's own end-of-text.
         logprobs: of each token, where the request asked.
+        error: what went wrong, in words, where `finish_reason` is ``"error"``; the other completions are not touched.
     """
 
     index: int
@@ -26,6 +28,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class StreamEvent:
         output: the whole request, with its last event.
         completion: which of the request's n completions.
         sequence: with the completion's last event, its length and blocks as they were just before they were given back.
+        error: what went wrong, where `finish_reason` is ``"error"``.
     """
 
     request_id: str
@@ -95,6 +99,7 @@ class StreamEvent:
     output: RequestOutput | None = None
     completion: int = 0
     sequence: SequenceState | None = None
+    error: str | None = None
 
 
 @dataclass

@@ -1,17 +1,18 @@
-"""Prompts and wishes become requests; everything that can be refused is refused here, before anything runs."""
+"""Prompts and sampling parameters become requests; everything that can be refused is refused here, before it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from numbers import Integral
 
 from kvpager import scheduler
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvpager.errors import ArgumentError, SequenceTooLongError
-from kvpager.kinds import is_list
+from kvpager.kinds import is_list, is_text, is_whole
 from kvpager.manager import SequenceState
-from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed
+from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed, with_texts
 from kvpager.tokenizer import OutputText, Tokenizer
 
 # A prompt: text, token ids, or {"prompt_token_ids": ids}.
@@ -52,9 +53,10 @@ class Request:
         index: the prompt's place among those given.
         prompt: the text, if it came as one.
         prompt_token_ids: P tokens.
-        params: wishes.
+        params: sampling parameters.
         completions: n of them; the first computes the prompt, the others begin as its forks.
         prompt_logprobs: by position, where it asked; filled as the prompt is computed.
+        token_text: text of one token; None without a tokenizer.
         num_ended: completions whose last event is out.
         arrival_seconds, scheduled_seconds, first_token_seconds, last_token_seconds, end_seconds: on the engine's clock.
     """
@@ -66,6 +68,7 @@ class Request:
     params: SamplingParams
     completions: list[Completion]
     prompt_logprobs: list[PositionLogprobs | None] | None
+    token_text: Callable[[int], str] | None = None
     num_ended: int = 0
     arrival_seconds: float = 0.0
     scheduled_seconds: float | None = None
@@ -77,6 +80,10 @@ class Request:
     def is_finished(self) -> bool:
         """Whether all completions have ended, and said so."""
         return self.num_ended == len(self.completions)
+
+    def with_texts(self, position: PositionLogprobs) -> PositionLogprobs:
+        """Log-probabilities with the texts of their tokens, where there is a tokenizer."""
+        return position if self.token_text is None else with_texts(position, self.token_text)
 
     def output(self) -> RequestOutput:
         """The request as its caller sees it."""
@@ -102,6 +109,7 @@ class Request:
             finish_reason=sequence.finish_reason,
             stop_reason=completion.stop_text or asked_for,
             logprobs=tuple(completion.logprobs) if self.params.logprobs is not None else None,
+            error=sequence.error,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -123,15 +131,29 @@ class Request:
 
 
 class RequestFactory:
-    """Makes requests for one model and one pool, and numbers them. O(prompt tokens) each."""
+    """Makes requests for one model and one pool, and numbers them. O(prompt tokens) each.
+
+    Args:
+        model_config: of the model.
+        config: of the engine.
+        num_blocks: N, of the pool.
+        tokenizer: None: prompts come as token ids.
+        no_text_because: what a refusal says where there is no tokenizer.
+    """
 
     def __init__(
-        self, model_config: ModelConfig, config: EngineConfig, num_blocks: int, tokenizer: Tokenizer | None
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        check_fits: Callable[[scheduler.Sequence], None],
+        tokenizer: Tokenizer | None,
+        no_text_because: str,
     ) -> None:
         self._model_config = model_config
         self._config = config
-        self._num_blocks = num_blocks
+        self._check_fits = check_fits  # the scheduler's: whether the pool can ever hold a sequence
         self._tokenizer = tokenizer
+        self._no_text_because = no_text_because
         self._num_requests = 0
         self._sequence_ids = count()
 
@@ -146,11 +168,15 @@ class RequestFactory:
         cache_salt: str | None = None,
     ) -> list[Request]:
         """One request for each prompt, or an error and none; the arguments and errors are those of `LLM.generate`."""
+        if not is_whole(priority):
+            raise ArgumentError("priority", "a whole number", repr(priority))
+        if cache_salt is not None and not is_text(cache_salt):
+            raise ArgumentError("cache_salt", "None or a text without lone surrogates", repr(cache_salt))
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed), max_tokens, temperature)
         requests = [
-            self._make_one(index, prompt, wishes, priority, cache_salt)
-            for index, (prompt, wishes) in enumerate(zip(listed, params, strict=True))
+            self._make_one(index, prompt, each, priority, cache_salt)
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True))
         ]
         self._num_requests += len(requests)
         return requests
@@ -164,14 +190,19 @@ class RequestFactory:
         token_ids = self._token_ids(index, prompt)
         self._check_length(index, len(token_ids), params.max_tokens)
         number = self._num_requests + index
-        if params.prompt_logprobs is not None:  # every position has to be computed: find nothing, and leave nothing
-            cache_salt = f"prompt_logprobs of request {number}"
+        finds_prefix = params.prompt_logprobs is None  # else every position has to be computed
         stops = self._stop_token_ids(params)
         completions = [
             Completion(
                 index=n,
                 sequence=scheduler.Sequence(
-                    next(self._sequence_ids), list(token_ids), params.max_tokens, stops, priority, cache_salt
+                    next(self._sequence_ids),
+                    list(token_ids),
+                    params.max_tokens,
+                    stops,
+                    int(priority),
+                    cache_salt,
+                    finds_prefix,
                 ),
                 seed=request_seed(params, self._config.seed, number, n),
                 text=self._output_text(params),
@@ -179,6 +210,10 @@ class RequestFactory:
             for n in range(params.n)
         ]
         completions[0].sequence.adopt([each.sequence for each in completions[1:]])
+        try:
+            self._check_fits(completions[0].sequence)
+        except SequenceTooLongError as error:
+            raise SequenceTooLongError(f"prompt {index}: {error}") from None
         return Request(
             request_id=str(number),
             index=index,
@@ -187,16 +222,18 @@ class RequestFactory:
             params=params,
             completions=completions,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
+            token_text=None if self._tokenizer is None else self._tokenizer.token_text,
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._model_config.eos_token_ids
-        return frozenset((*own, *(params.stop_token_ids or ())))
+        known = [token for token in own if token < self._model_config.vocab_size]  # a foreign file may name others
+        return frozenset((*known, *map(int, params.stop_token_ids or ())))
 
     def _output_text(self, params: SamplingParams) -> OutputText:
         if self._tokenizer is None:
             if params.stop_texts:
-                raise ArgumentError("stop", "no text, as the model has no tokenizer", list(params.stop_texts))
+                raise ArgumentError("stop", f"no text, as {self._no_text_because}", list(params.stop_texts))
             return OutputText(lambda _token: b"")
         token_bytes = partial(self._tokenizer.token_bytes, skip_special_tokens=params.skip_special_tokens)
         return OutputText(
@@ -209,11 +246,10 @@ class RequestFactory:
     def _token_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise ArgumentError("prompts", "token ids, as the model folder has no tokenizer.json", "a text")
-            try:
-                token_ids = self._tokenizer.encode(prompt)
-            except TypeError:  # what UTF-8 can't hold is no text to the tokenizer
-                raise ArgumentError("prompts", "text without lone surrogates", f"one in prompt {index}") from None
+                raise ArgumentError("prompts", f"token ids, as {self._no_text_because}", "a text")
+            if not is_text(prompt):
+                raise ArgumentError("prompts", "text without lone surrogates", f"one in prompt {index}")
+            token_ids = self._tokenizer.encode(prompt)
         elif isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ArgumentError("prompts", "`prompt_token_ids` as the only key", ", ".join(map(str, prompt)))
@@ -223,10 +259,10 @@ class RequestFactory:
         if not token_ids:
             raise ArgumentError("prompts", "at least one token in each", f"none in prompt {index}")
         for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._model_config.vocab_size:
+            if not is_whole(token) or not 0 <= token < self._model_config.vocab_size:
                 wanted = f"token ids in 0 … {self._model_config.vocab_size - 1}"
                 raise ArgumentError("prompts", wanted, f"{token!r} in prompt {index}")
-        return tuple(token_ids)
+        return tuple(map(int, token_ids))
 
     def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         total = num_prompt_tokens + max_tokens
@@ -237,13 +273,6 @@ class RequestFactory:
             raise SequenceTooLongError(f"{what}: {total} positions, the model has {limit}")
         if self._config.max_model_len is not None and total > self._config.max_model_len:
             raise SequenceTooLongError(f"{what}: {total} positions, `max_model_len` is {self._config.max_model_len}")
-        num_blocks = -(-(total - 1) // self._config.block_size)  # the last token takes no slot
-        if num_blocks > self._num_blocks:
-            raise SequenceTooLongError(
-                f"{what}: {num_blocks} blocks of {self._config.block_size}, the pool has {self._num_blocks}; set "
-                f"`num_blocks` to at least {num_blocks}, or lower `max_tokens` by "
-                f"{total - 1 - self._num_blocks * self._config.block_size}"
-            )
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -252,7 +281,7 @@ def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not is_list(prompts):
         wanted = "a text, a list of token ids, {`prompt_token_ids`: ids}, or a list of those"
         raise ArgumentError("prompts", wanted, type(prompts).__name__)
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]  # one prompt, as token ids
     return list(prompts)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpager.engine.requests import Completion, Request
 from kvpager.manager import KVBlockManager
 from kvpager.runner import ModelRunner
-from kvpager.sampling import Sampler, position_logprobs
+from kvpager.sampling import Sampler, position_logprobs, positions_per_piece
 from kvpager.scheduler import ScheduledStep, Scheduler, Sequence
 
 
@@ -46,6 +46,8 @@ def keep_prompt_logprobs(
 ) -> None:
     """Log-probabilities of the prompt tokens whose predecessors this step computed, for requests that asked.
 
+    The scores are made a piece at a time, so that they take `prompt_logprob_bytes` at most.
+
     Args:
         step: before it is committed.
         hidden: hidden [T, C] of its tokens.
@@ -55,15 +57,17 @@ def keep_prompt_logprobs(
     """
     if step.counts is None:
         return
-    start = 0
+    start, piece = 0, positions_per_piece(runner.model.config.vocab_size)
     for sequence, num_tokens in zip(scheduler.running, step.counts.tolist(), strict=True):
         request, completion = completions[sequence.sequence_id]
         if request.prompt_logprobs is not None and completion.index == 0:
             first = scheduler.num_computed_tokens(sequence) - num_tokens
             stop = min(first + num_tokens, len(request.prompt_token_ids) - 1)
-            if first < stop:
-                scores = runner.logits(hidden[start : start + stop - first])
-                tokens = request.prompt_token_ids[first + 1 : stop + 1]
+            for begin in range(first, stop, piece):
+                end = min(begin + piece, stop)
+                scores = runner.logits(hidden[start + begin - first : start + end - first])
+                tokens = request.prompt_token_ids[begin + 1 : end + 1]
                 wanted = [request.params.prompt_logprobs or 0] * len(tokens)
-                request.prompt_logprobs[first + 1 : stop + 1] = position_logprobs(scores, tokens, wanted)
+                found = position_logprobs(scores, tokens, wanted)
+                request.prompt_logprobs[begin + 1 : end + 1] = [request.with_texts(each) for each in found]
         start += num_tokens

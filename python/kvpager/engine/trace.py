@@ -1,10 +1,13 @@
 """Why each step was as it was: one JSON object a line, and the same as a line for people.
 
 A record says who computed what, who came, who was held back by which budget, who had to give its blocks back and why,
-who ended, and what the pool looked like afterwards, in blocks and in tokens.
+who ended, and what the pool looked like afterwards, in blocks and in tokens. A trace is a help and no part of the
+answer: where a record can't be written, the trace ends with one warning, and the engine goes on.
 """
 
+import contextlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -35,14 +38,17 @@ class StepTrace:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+            self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
         except OSError as error:
             raise ConfigError(f"can't write `{path}`: {error.strerror or error}") from error
+        self._path = path
         self._record: dict[str, Any] = {}
         self._ended: dict[str, list[str | None]] = {}
 
     def note_step(self, step: ScheduledStep, scheduler: Scheduler, name: Callable[[Sequence], str]) -> None:
         """Begins the record of a step, before it is committed. O(rows)."""
+        if self._file is None:
+            return
         counts = [1] * len(scheduler.running) if step.counts is None else step.counts.tolist()
         prefill = {}
         for sequence, num_tokens in zip(scheduler.running, counts, strict=True):
@@ -61,10 +67,16 @@ class StepTrace:
 
     def note_end(self, output: RequestOutput) -> None:
         """Says that a request has ended."""
-        self._ended[output.request_id] = [each.finish_reason for each in output.outputs]
+        if self._file is not None:
+            self._ended[output.request_id] = [each.finish_reason for each in output.outputs]
 
     def write(self, seconds: float, stats: EngineStats) -> None:
-        """Writes the record: how long the step took, who ended, and what the engine looks like now."""
+        """Writes the record: how long the step took, who ended, and what the engine looks like now.
+
+        Does nothing once the trace is closed. A file that can't be written closes it, with a warning.
+        """
+        if self._file is None:
+            return
         record = {
             **self._record,
             "finished": self._ended,
@@ -79,12 +91,20 @@ class StepTrace:
             "milliseconds": round(1000 * seconds, 3),
         }
         self._ended = {}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            reason = error.strerror or error
+            logging.getLogger("kvpager").warning("the trace `%s` ends here: %s; the engine goes on", self._path, reason)
+            self.close()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file; steps that come later are not recorded."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it tries again to write what could not be written
+                file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,8 +3,8 @@
 They are the model's own, log_softmax of its scores before any wish changed them. O(rows that ask · V).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the likeliest.
-        decoded_token: its text, where the engine has a tokenizer.
+        decoded_token: its text, looked at alone, so U+FFFD for a part of a character; None without a tokenizer.
     """
 
     logprob: float
@@ -25,8 +25,27 @@ class Logprob:
     decoded_token: str | None = None
 
 
+# Scores of a prompt are made so many bytes at a time, whatever its length; the scores of one position are the least.
+PROMPT_LOGPROB_BYTES = 64 * 2**20
+_BYTES_PER_SCORE = 16  # in the model's dtype, in float32, its logarithm, and what comparing and picking the best take
+
 # Of one position: token id → its log-probability; the chosen token first, then the likeliest, best first.
 PositionLogprobs = dict[int, Logprob]
+
+
+def positions_per_piece(vocab_size: int) -> int:
+    """Positions of a prompt whose scores `PROMPT_LOGPROB_BYTES` hold; at least 1."""
+    return max(1, PROMPT_LOGPROB_BYTES // (_BYTES_PER_SCORE * vocab_size))
+
+
+def prompt_logprob_bytes(vocab_size: int) -> int:
+    """Bytes that log-probabilities of prompts take at most at once: those of a piece."""
+    return positions_per_piece(vocab_size) * _BYTES_PER_SCORE * vocab_size
+
+
+def with_texts(position: PositionLogprobs, text_of: Callable[[int], str]) -> PositionLogprobs:
+    """The same log-probabilities, each with its token's text. O(tokens of the position)."""
+    return {token: replace(each, decoded_token=text_of(token)) for token, each in position.items()}
 
 
 def position_logprobs(scores: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[PositionLogprobs]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvpager.errors import ArgumentError
 from kvpager.kinds import MAX_SEED, is_list, is_real, is_whole
 
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -19,7 +20,7 @@ class SamplingParams:
     Attributes:
         n: completions of the prompt.
         max_tokens: most tokens to generate.
-        min_tokens: tokens before which no stop token is drawn and no stop string looked for.
+        min_tokens: tokens before which no stop token is drawn and no stop string ends.
         temperature: 0 takes the likeliest token every time (the default: results can be compared and repeated);
             above 0 draws from softmax(logits / temperature).
         top_k: draw from the k likeliest; 0 or −1: all.
@@ -33,7 +34,7 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may come; None: all.
         seed: of the draws, 0 … 2⁶⁴ − 1; None: made from the engine's seed and the request's number.
         stop: texts that end the request; not part of its text. None: none.
-        include_stop_str_in_output: make the stop text part of it.
+        include_stop_str_in_output: make the stop string, or the text of the stop token, part of it.
         stop_token_ids: tokens that end the request, beside the model's own. None: none.
         ignore_eos: generate on past the model's end-of-text tokens.
         logprobs: log-probabilities to give for this many likeliest tokens and the one chosen; None: no one's.
@@ -68,6 +69,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        self._make_plain()
         for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0), ("top_k", -1)):
             if getattr(self, name) < least:
                 raise ArgumentError(name, f"at least {least}", getattr(self, name))
@@ -86,10 +88,9 @@ class SamplingParams:
 
     def _check_kinds(self) -> None:
         """Each value is of the kind of its default; what a list holds is looked at where its range is."""
-        for name in ("n", "max_tokens", "min_tokens", "top_k"):
-            self._check_kind(name, "a whole number", is_whole)
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            self._check_kind(name, "None or a whole number", is_whole)
+        for name in _WHOLE:
+            wanted = "None or a whole number" if name in ("seed", "logprobs", "prompt_logprobs") else "a whole number"
+            self._check_kind(name, wanted, is_whole)
         for name in _REAL:
             self._check_kind(name, "a number", is_real)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -99,6 +100,17 @@ class SamplingParams:
         self._check_kind("stop_token_ids", "None or a list of token ids", is_list)
         self._check_kind("allowed_token_ids", "None or a list of token ids", is_list)
         self._check_kind("logit_bias", "None or a mapping", lambda value: isinstance(value, Mapping))
+
+    def _make_plain(self) -> None:
+        """Turn numpy's numbers into Python's, which no sum makes too big."""
+        for name in _WHOLE:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        for name in _REAL:
+            try:
+                object.__setattr__(self, name, float(getattr(self, name)))
+            except OverflowError:
+                raise ArgumentError(name, "a number that a float can hold", "a larger one") from None
 
     def _check_kind(self, name: str, wanted: str, fits: Callable[[object], bool]) -> None:
         value = getattr(self, name)

@@ -103,12 +103,14 @@ class Sampler:
 
         Raises:
             StateError: no row is left.
-            ArgumentError: `params` names a token that is not in the vocabulary.
+            ArgumentError: `params` or `stop_token_ids` name a token that is not in the vocabulary.
         """
         row = self.num_rows
         if row == len(self._rows):
             raise StateError(f"the sampler is full: {row} rows")
         params.check_vocabulary(self.vocab_size)
+        if bad := [token for token in stop_token_ids if not 0 <= token < self.vocab_size]:
+            raise ArgumentError("stop_token_ids", f"token ids in 0 … {self.vocab_size - 1}", bad[0])
         edits = RowEdits.wished(params, stop_token_ids, prompt_token_ids)
         if edits is not None and edits.seen is not None:
             for token in output_token_ids:
@@ -120,7 +122,7 @@ class Sampler:
             params.min_p,
             seed,
             len(output_token_ids),
-            -1 if params.logprobs is None else params.logprobs,
+            -1 if params.logprobs is None else min(params.logprobs, self.vocab_size),
             edits is not None,
         )
         self._edits.append(edits)

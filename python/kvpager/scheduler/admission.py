@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
+from kvpager.kinds import is_text, is_whole
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -39,9 +40,13 @@ class AdmissionGate:
 
         Raises:
             SequenceTooLongError: it can never fit, however long one waits.
-            ArgumentError: no token in it, none to generate, or more forks than rows.
+            ArgumentError: no token in it, none to generate, more forks than rows, or a rank or salt of another kind.
         """
         P, new = sequence.num_prompt_tokens, sequence.max_tokens
+        if not is_whole(sequence.priority):  # a rank that can't be compared would wedge the queue
+            raise ArgumentError("priority", "a whole number", repr(sequence.priority))
+        if sequence.salt is not None and not is_text(sequence.salt):
+            raise ArgumentError("cache_salt", "None or a text without lone surrogates", repr(sequence.salt))
         if P < 1 or new < 1:
             raise ArgumentError("sequence", "at least one prompt token and one to generate", f"{P} and {new}")
         if 1 + len(sequence.pending) > self._max_num_seqs:
@@ -50,9 +55,10 @@ class AdmissionGate:
         needed = self.blocks_for(P + new - 1)  # the last token takes no slot
         room = min(self._manager.num_blocks, self._max_blocks)
         if needed > room:
+            size = self._manager.block_size
             raise SequenceTooLongError(
-                f"{P} prompt tokens and {new} new ones need {needed} blocks of {self._manager.block_size} tokens, "
-                f"{room} is the most; set `num_blocks` to at least {needed} or ask for fewer tokens"
+                f"{P} prompt tokens and {new} new ones need {needed} blocks of {size} tokens, {room} is the most; set "
+                f"`num_blocks` to at least {needed}, or lower `max_tokens` by {P + new - 1 - room * size}"
             )
 
     def enter(self, sequence: Sequence, kept_back: int) -> int | None:
@@ -69,7 +75,11 @@ class AdmissionGate:
         asked = (sequence, manager.num_free_blocks - kept_back, manager.stats.indexed)
         if asked == self._refused:
             return None
-        prompt = (sequence.sequence_id, sequence.token_ids)
+        token_ids = sequence.token_ids
+        if not sequence.finds_prefix:  # of one token nothing can be found; `batch.step` tells the others
+            kept_back += self.blocks_for(len(token_ids)) - 1
+            token_ids = token_ids[:1]
+        prompt = (sequence.sequence_id, token_ids)
         if not manager.can_admit(*prompt, reserve_blocks=kept_back, salt=sequence.salt, resumed=resumed):
             self._refused = asked
             return None

@@ -2,7 +2,8 @@
 
 A step: `schedule` says who computes which tokens and has taken their slots; the caller computes them; `commit` says
 that their keys and values are written and who gets a new token; the caller samples; `take` hands the tokens in. If
-anything fails in between, `restart_all` puts everyone who runs back into the queue, and nothing is lost but work.
+anything fails in between, `restart_all` puts everyone who runs back into the queue, and nothing is lost but work. Where
+admitting or forking one sequence raises, that one alone ends with "error", and `take_failed` tells of it.
 
 The rules:
 - Every running sequence that decodes gets its one token in every step. What is left of `max_num_batched_tokens` goes to
@@ -21,8 +22,12 @@ What that promises, with one priority (tests/scheduler/test_scheduler_properties
 
 Costs: a steady decode is one call to the allocator and a few array operations, no Python per row, but for appending
 each token to its sequence's list. Steps with prefills, arrivals or ends: O(rows + tokens).
+
+Longer than 300 lines because its operations change the same five fields (rows, queue, prefilling, pending, counts), and
+each of them must leave all five in agreement.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +85,7 @@ class Scheduler:
         self._num_pending = 0  # forks to come, each of which needs a row
         self._num_fresh_forks = 0  # since the last step: their tails are shared
         self._num_added = 0
+        self._failed: list[Sequence] = []
         self._input_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._stops = StopTable()
 
@@ -108,12 +114,16 @@ class Scheduler:
         """Whether a running sequence has more than its last token to compute, or had when this step began."""
         return sequence in self._prefilling
 
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that can never run, without adding it; errors as of `add`."""
+        self._gate.check_fits(sequence)
+
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, and with it those that are to be its forks, into the queue.
 
         Raises:
             SequenceTooLongError: it can never fit, however long one waits.
-            ArgumentError: no token in it, none to generate, or more forks than rows.
+            ArgumentError: no token in it, none to generate, more forks than rows, or a rank or salt of another kind.
         """
         self._gate.check_fits(sequence)
         for each in (sequence, *sequence.pending):
@@ -136,6 +146,11 @@ class Scheduler:
         for each in (sequence, *sequence.pending):
             each.status, each.finish_reason, each.parent = Status.FINISHED, reason, None
         sequence.pending = []
+
+    def take_failed(self) -> list[Sequence]:
+        """Those that have ended with "error" since the last call as admitting or forking them raised; each once."""
+        failed, self._failed = self._failed, []
+        return failed
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -241,8 +256,12 @@ class Scheduler:
                 return admitted, "sequences"
             if budget < 1:
                 return admitted, "tokens"
-            if not self._enter(sequence):
-                return admitted, "blocks"
+            try:
+                if not self._enter(sequence):
+                    return admitted, "blocks"
+            except Exception as error:  # what is wrong with one of them stops no other
+                self._fail(sequence, error)
+                continue
             budget -= self._uncomputed(sequence)
             admitted.append(sequence)
         return admitted, None
@@ -253,10 +272,7 @@ class Scheduler:
         num_computed = self._gate.enter(sequence, kept_back)
         if num_computed is None:
             return False
-        self._run(sequence, num_computed)
-        return True
-
-    def _run(self, sequence: Sequence, num_computed: int) -> None:
+        self._add_row(sequence, num_computed)
         self._waiting.pop()
         self._num_pending += len(sequence.pending)
         sequence.num_found_tokens = num_computed
@@ -264,26 +280,44 @@ class Scheduler:
             sequence.num_cached_tokens = num_computed
             self.counts.num_queried_tokens += sequence.num_prompt_tokens
             self.counts.num_cached_tokens += num_computed
-        self._add_row(sequence, num_computed)
         self._prefilling[sequence] = None
+        return True
 
     def _add_row(self, sequence: Sequence, length: int) -> None:
-        self.batch.add(sequence.sequence_id)
+        """Make a sequence that the pool holds the last row, for all who keep rows; or release it, and raise."""
+        told: list[RowFollower] = []
+        try:
+            self.batch.add(sequence.sequence_id)
+            self._rows.append(sequence, length)
+            for follower in self._followers:
+                follower.add_row(sequence)
+                told.append(follower)
+        except BaseException:
+            for follower in told:
+                follower.remove_row(sequence)
+            if sequence.row >= 0:
+                self.batch.remove(sequence.sequence_id)
+                self._rows.remove(sequence)
+            self.manager.release_sequence(sequence.sequence_id)
+            raise
         sequence.status = Status.RUNNING
-        self._rows.append(sequence, length)
-        for follower in self._followers:
-            follower.add_row(sequence)
 
     def _fork(self, parent: Sequence) -> tuple[Sequence, int]:
         """Begin the forks of a prompt: they share its blocks, and copy the last one when they write into it."""
-        forks, parent.pending = parent.pending, []
-        self._num_pending -= len(forks)
-        for fork in forks:
-            self.manager.fork_sequence(parent.sequence_id, fork.sequence_id)
+        num_forks = 0
+        for fork in list(parent.pending):
+            try:
+                self.manager.fork_sequence(parent.sequence_id, fork.sequence_id)
+                self._add_row(fork, len(parent.token_ids))
+            except Exception as error:
+                self._fail(fork, error)
+                continue
+            parent.pending.remove(fork)
+            self._num_pending -= 1
             fork.num_cached_tokens, fork.parent = parent.num_cached_tokens, None
-            self._add_row(fork, len(parent.token_ids))
-        self._num_fresh_forks += 1 + len(forks)
-        return parent, len(forks)
+            num_forks += 1
+        self._num_fresh_forks += 1 + num_forks
+        return parent, num_forks
 
     def _promised_blocks(self) -> int:
         """Blocks that those who run take in this step, or need to finish their prompts. An upper bound."""
@@ -340,6 +374,14 @@ class Scheduler:
         )
 
     # Going ------------------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End one sequence by what was raised on its account; `take_failed` tells of it."""
+        logging.getLogger("kvpager").error("sequence %d ends: %s", sequence.sequence_id, error, exc_info=error)
+        for each in (sequence, *sequence.pending):
+            each.error = str(error) or type(error).__name__
+            self._failed.append(each)
+        self.finish(sequence, "error")
 
     def _is_last(self, sequence: Sequence, token_id: int, ok: bool) -> bool:
         """Whether a sequence ends with the token that it just got; if so, it has."""

@@ -35,6 +35,8 @@ class Sequence:
         stop_token_ids: tokens that end it; the one that does is its last.
         priority: lower ones first; among equals who came first.
         salt: keeps its cached prefix apart from those of others; None is a value too.
+        finds_prefix: whether it takes what the cache holds of its tokens; False: it computes all of them. Others find
+            what it computes either way.
         pending: sequences of the same prompt that begin as forks of this one when its prompt is computed.
         parent: whose fork it is to be; None once it is, and for all others.
         num_prompt_tokens: P, of `token_ids`.
@@ -44,6 +46,7 @@ class Sequence:
         num_found_tokens: tokens found in the cache when it last began to run, after a preemption for example.
         num_preemptions: how often its blocks were taken away.
         finish_reason: "length", "stop", "abort" or "error"; None before the end.
+        error: why, where that is "error".
         stop_token_id: the stop token that ended it, if one did.
     """
 
@@ -53,6 +56,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     salt: str | None = None
+    finds_prefix: bool = True
     pending: list["Sequence"] = field(default_factory=list)
     parent: "Sequence | None" = field(default=None, init=False)
     num_prompt_tokens: int = field(init=False)
@@ -63,6 +67,7 @@ class Sequence:
     num_found_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     finish_reason: str | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
     stop_token_id: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, pass_context
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -40,7 +42,7 @@ def render_chat(template: str, messages: Sequence[Message], variables: Mapping[s
 def _template_environment() -> ImmutableSandboxedEnvironment:
     """Jinja with what published chat templates rely on. A template is foreign code: it runs in the sandbox."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -48,6 +50,16 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     environment.globals["namespace"] = _SafeNamespace
     environment.globals["dict"] = _new_dict
     return environment
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks an assistant's words for training; its body is rendered as without the tag."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _SafeNamespace(Namespace):

@@ -39,20 +39,32 @@ class StopFinder:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._num_passed = 0  # characters of `_held` in which no stop string may end
         self.found: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Text that can be given out now. After a stop string was found, there is none."""
+    def push(self, piece: str, *, may_end: bool = True) -> str:
+        """Text that can be given out now. After a stop string was found, there is none.
+
+        Args:
+            piece: what comes next.
+            may_end: whether a stop string that ends in this piece counts; one that begins in it may count later.
+        """
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        passed = self._num_passed if may_end else len(text)
+        ends = [
+            (at + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, passed - len(stop) + 1))) >= 0
+        ]
         if ends:
             end, minus_length, self.found = min(ends)
             self._held = ""
             return text[:end] if self._include else text[: end + minus_length]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
+        self._num_passed = max(0, passed - (len(text) - keep))
         return text[: len(text) - keep]
 
     def finish(self) -> str:
@@ -74,7 +86,7 @@ class OutputText:
         token_bytes: the bytes that a token stands for, from `Tokenizer.token_bytes`.
         stops: stop strings.
         include_stop: whether the one found counts as text.
-        min_tokens: tokens whose text is not searched for one.
+        min_tokens: tokens in whose text none ends; one may begin there.
     """
 
     def __init__(
@@ -104,7 +116,6 @@ class OutputText:
         return self._stops.found
 
     def _searched(self, piece: str) -> str:
-        if self._unsearched > 0:
-            self._unsearched -= 1
-            return piece
-        return self._stops.push(piece)
+        is_below = self._unsearched > 0
+        self._unsearched -= is_below
+        return self._stops.push(piece, may_end=not is_below)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from kvpager.config import read_json
-from kvpager.errors import ConfigError
+from kvpager.errors import ArgumentError, ConfigError
 from kvpager.tokenizer.chat import Message, render_chat
 from kvpager.tokenizer.gguf import tokenizer_from_fields
 
@@ -40,9 +40,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
+        tokenizer.no_truncation()  # these two are wishes of whoever stored the file, and no part of the model
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token for token, value in added.items() if value.special)
+        self._added_bytes = {token: str(value.content).encode() for token, value in added.items()}
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
 
@@ -78,25 +81,42 @@ class Tokenizer:
         return cls(*tokenizer_from_fields(fields))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the marks that the model's tokenizer puts around a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of a text, with the marks that the model's tokenizer puts around a text.
+
+        Raises:
+            ArgumentError: the text holds a lone surrogate, which UTF-8 can't hold.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:
+            place = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if place is None:
+                raise
+            raise ArgumentError("text", "text without lone surrogates", f"one at character {place}") from None
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, special tokens left out or not; bytes that are no UTF-8 become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        parts = [self.token_bytes(token, skip_special_tokens=skip_special_tokens) for token in token_ids]
+        return b"".join(parts).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
         """The bytes that a token stands for; none for an id that has no token, or a special one that is skipped."""
-        is_special = token_id in self._special_ids
-        token = None if is_special and skip_special_tokens else self._tokenizer.id_to_token(token_id)
+        if skip_special_tokens and token_id in self._special_ids:
+            return b""
+        added = self._added_bytes.get(token_id)  # stored as plain text; the others in the byte-level alphabet
+        if added is not None:
+            return added
+        token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if is_special:
-            return str(token).encode()
         try:
             return bytes(_BYTE_OF[character] for character in token)
-        except KeyError:  # an added token is stored as plain text
+        except KeyError:
             return str(token).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, special or not, looked at alone; U+FFFD for a part of a character."""
+        return self.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", "replace")
 
     @property
     def has_chat_template(self) -> bool:
