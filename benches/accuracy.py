@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
+from kvpager.manager import KVBlockManager
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 from kvpager.verify import forward_eager
@@ -81,9 +81,9 @@ class RoundedCache(PagedKVCache):
 
     rounded_to = torch.float32
 
-    def norm_turn_write(self, layer: int, *inputs: Tensor | None, eps: float) -> Tensor:
+    def qk_norm_rope_write(self, layer: int, *inputs: Tensor | None, eps: float) -> Tensor:
         """As in `PagedKVCache`; the last of the inputs are the slots."""
-        query = super().norm_turn_write(layer, *inputs, eps=eps)
+        query = super().qk_norm_rope_write(layer, *inputs, eps=eps)
         slots = inputs[-1]
         for cache in () if self.quantised else (self.key_cache[layer], self.value_cache[layer]):
             rows = cache[slots // S, :, slots % S]

@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
+from kvpager.manager import KVBlockManager
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 from kvpager.verify import forward_eager

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import kvpager
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "kvpager"
 
@@ -16,12 +18,10 @@ BELOW = {
     "cache_dtypes": {"errors"},
     "config": {"errors", "kinds", "cache_dtypes", "_core"},
     "_core": {"errors"},
-    "block_manager": {"_core"},
-    "decode_batch": {"block_manager", "kinds"},
-    "scheduler": {"decode_batch", "config"},
+    "manager": {"_core", "kinds"},
+    "scheduler": {"manager", "config"},
     "reference": {"errors"},
-    "native_cache": {"errors"},
-    "native": {"native_cache"},
+    "native": {"errors"},
     "ops": {"native", "kinds", "cache_dtypes"},
     "huge_pages": {"errors"},
     "cache": {"ops", "config", "huge_pages"},
@@ -29,7 +29,7 @@ BELOW = {
     "loader": {"models", "huge_pages"},
     "tokenizer": {"config"},
     "sampling": {"ops", "kinds"},
-    "runner": {"decode_batch", "models"},
+    "runner": {"manager", "models"},
     "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},
     "verify": {"engine"},
     "cli": {"verify"},
@@ -100,9 +100,21 @@ def test_an_upward_import_is_seen_however_it_is_written(code: str) -> None:
     assert "engine" not in reachable("ops")
 
 
+def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == kvpager._HOMES
+
+
 def test_every_layer_exists() -> None:
     present = {layer_of(f"kvpager.{path.relative_to(PACKAGE).parts[0].removesuffix('.py')}") for path in SOURCES}
     assert set(BELOW) - {"_core"} <= present
+
+
+def test_the_documents_name_every_layer() -> None:
+    described = (ROOT / "docs" / "design" / "layers.md").read_text()
+    assert {layer for layer in BELOW if f"`{layer}`" not in described} == {"__main__"}
 
 
 def test_the_core_crate_knows_no_python() -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpu.figures import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Shape, layers_for
 from kvpager import PagedKVCache, ops
-from kvpager.ops import backends
-from kvpager.ops.backends import flash_attn
+from kvpager.ops.attention import backends
+from kvpager.ops.attention.backends import flash_attn
 
 LEAST_BYTES, MOST_BYTES = 1 << 30, 24 << 30  # of the caches that the calls of one graph go round
 Calls = list[Callable[[], object]]
@@ -41,10 +41,10 @@ class Inputs:
 
 
 def ours(inputs: Inputs) -> Calls:
-    """`paged_attention` as an engine calls it: one schedule and one workspace for all layers."""
+    """`paged_attention` as an engine calls it: one split plan and one workspace for all layers."""
     shape, cache = inputs.shape, inputs.cache
     device = inputs.lengths.device
-    schedule = ops.make_schedule(inputs.lengths, block_size=cache.block_size, num_kv_heads=NUM_KV_HEADS)
+    split_plan = ops.make_split_plan(inputs.lengths, block_size=cache.block_size, num_kv_heads=NUM_KV_HEADS)
     num_bytes = ops.workspace_bytes(
         shape.batch, NUM_HEADS, HEAD_DIM, max_seq_len=shape.length, num_kv_heads=NUM_KV_HEADS, device=device
     )
@@ -56,7 +56,7 @@ def ours(inputs: Inputs) -> Calls:
             scales = {"key_scale": cache.key_scale[layer], "value_scale": cache.value_scale[layer]}
         return lambda: ops.paged_attention(
             inputs.query, *inputs.layer(layer), inputs.tables, inputs.lengths, max_seq_len=shape.length,
-            schedule=schedule, workspace=workspace, out=inputs.out, **scales,
+            split_plan=split_plan, workspace=workspace, out=inputs.out, **scales,
         )  # fmt: skip
 
     return [call_of(layer) for layer in range(cache.num_layers)]
@@ -64,12 +64,11 @@ def ours(inputs: Inputs) -> Calls:
 
 def peer(name: str, inputs: Inputs) -> Calls | None:
     """Through the same hand-off that `backend=` uses, planned once; None if it is not installed or does not take it."""
-    call = backends.AttentionCall.of(
-        inputs.query, inputs.cache.key_cache[0], block_tables=inputs.tables, seq_lens=inputs.lengths,
-        query_start_loc=None, scale=None, max_query_len=1, max_seq_len=inputs.shape.length,
-    )  # fmt: skip
+    keywords = {"max_seq_len": inputs.shape.length}
     try:
-        run = backends.planned(name, call)
+        run = backends.planned(
+            name, inputs.query, inputs.cache.key_cache[0], (inputs.tables, inputs.lengths), keywords
+        )
     except backends.ArgumentError as error:
         print(f"{name} on {inputs.shape.name}: {error}")
         return None

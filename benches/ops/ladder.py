@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpager import ops
-from kvpager.ops import reference
+from kvpager.ops.attention import reference
 from ops.decode import HEAD_DIM, NUM_KV_HEADS, Pool, packed_sdpa
 from ops.machine import Machine
 from ops.timing import alternate, print_times

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvpager.huge_pages import advise_huge_pages
-from kvpager.ops.schemas import SCHEMAS
+from kvpager.ops.op import OPS
 
 SOURCE = Path(__file__).with_name("machine.cpp")
 FMA_ROUNDS = 4_000_000
@@ -52,7 +52,7 @@ class Machine:
             check=True,
         )  # fmt: skip
         self.ops = torch.library.Library("kvpager_bench", "DEF")
-        self.ops.define("nothing" + SCHEMAS["paged_attention"])
+        self.ops.define("nothing" + OPS["paged_attention"].schema)
         torch.ops.load_library(library)
         self.native = ctypes.CDLL(str(library))
         self.native.machine_read.argtypes = (ctypes.c_void_p, ctypes.c_int64)

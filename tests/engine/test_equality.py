@@ -1,6 +1,6 @@
 """Whatever the schedule, each request gets the tokens of its solo run: exactly, in float64 on the readable operations.
 
-The solo runs go through `ModelRunner.step` with a manager that has no index: no batch, no scheduler, no cached prefix,
+The solo runs go through `forward_eager` with a manager that has no index: no batch, no scheduler, no cached prefix,
 one sequence. The scenarios draw everything that may not matter: arrivals, priorities, pool, block size, budgets,
 caching, forks, seeds; and some fail on purpose.
 """

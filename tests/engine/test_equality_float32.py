@@ -115,8 +115,9 @@ def test_a_decode_is_the_same_bits_in_any_company(lab: Lab, threads: int) -> Non
                 runner.block_manager.create_sequence(sequence)
                 forward_eager(runner, [sequence], [prompts[sequence]])
         for token in range(10, 15):
-            expected = alone.step([0], [[token]])
-            assert torch.equal(beside.step([2, 0, 3, 1], [[1], [token], [2], [3]])[1:2], expected)
+            expected = forward_eager(alone, [0], [[token]])
+            together = forward_eager(beside, [2, 0, 3, 1], [[1], [token], [2], [3]])
+            assert torch.equal(together[1:2], expected)
     finally:
         torch.set_num_threads(before)
 

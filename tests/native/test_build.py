@@ -24,11 +24,11 @@ def build():
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A source tree of two tiny CPU sources and one .cu, and an environment without CUDA."""
-    for name in ("cpu", "cuda"):
+    for name in ("cpu/layers", "cpu/moves", "cuda/moves"):
         (tmp_path / "csrc" / name).mkdir(parents=True)
-    (tmp_path / "csrc" / "ops.cpp").write_text('#include "checks.h"\n' + CPP.format(name="one"))
-    (tmp_path / "csrc" / "cpu" / "ops.cpp").write_text(CPP.format(name="two"))
-    (tmp_path / "csrc" / "cuda" / "ops.cu").write_text("not C++")
+    (tmp_path / "csrc" / "cpu" / "layers" / "op.cpp").write_text('#include "../../checks.h"\n' + CPP.format(name="one"))
+    (tmp_path / "csrc" / "cpu" / "moves" / "op.cpp").write_text(CPP.format(name="two"))
+    (tmp_path / "csrc" / "cuda" / "moves" / "op.cu").write_text("not C++")
     (tmp_path / "csrc" / "checks.h").write_text("#pragma once\n")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -43,14 +43,14 @@ def test_only_what_changed_is_built_again(build, tree):
     out = tree / "package" / "_C.abi3.so"
     report = build(tree, out)
     assert report.built, report.reason
-    assert sorted(report.compiled) == ["csrc/cpu/ops.cpp", "csrc/ops.cpp"]
+    assert sorted(report.compiled) == ["csrc/cpu/layers/op.cpp", "csrc/cpu/moves/op.cpp"]
     before = out.stat().st_mtime_ns
     report = build(tree, out)
     assert (report.built, report.compiled, len(report.reused)) == (True, [], 2)
     assert out.stat().st_mtime_ns == before
-    (tree / "csrc" / "cpu" / "ops.cpp").write_text(CPP.format(name="three"))
+    (tree / "csrc" / "cpu" / "moves" / "op.cpp").write_text(CPP.format(name="three"))
     report = build(tree, out)
-    assert (report.compiled, report.reused) == (["csrc/cpu/ops.cpp"], ["csrc/ops.cpp"])
+    assert (report.compiled, report.reused) == (["csrc/cpu/moves/op.cpp"], ["csrc/cpu/layers/op.cpp"])
     assert b"three" in out.read_bytes()
     out.unlink()
     assert build(tree, out).compiled == []
@@ -62,7 +62,9 @@ def test_only_what_changed_is_built_again(build, tree):
 def test_a_header_is_compiled_again_where_it_is_included(build, tree):
     """Through other headers too, also those that `#if` leaves out today; what nobody includes costs nothing."""
     out, csrc = tree / "_C.abi3.so", tree / "csrc"
-    (csrc / "cpu" / "ops.cpp").write_text('#if 0\n#  include "../deep/first.h"\n#endif\n' + CPP.format(name="two"))
+    (csrc / "cpu" / "moves" / "op.cpp").write_text(
+        '#if 0\n#  include "../../deep/first.h"\n#endif\n' + CPP.format(name="two")
+    )
     (csrc / "deep").mkdir()
     (csrc / "deep" / "first.h").write_text('#pragma once\n#include "second.h"\n#include "first.h"\n#include "gone.h"\n')
     for header in ("deep/second.h", "deep/nobodys.h"):
@@ -73,10 +75,10 @@ def test_a_header_is_compiled_again_where_it_is_included(build, tree):
         (csrc / header).write_text("#pragma once\n// another\n")
         compiled[header] = build(tree, out).compiled
     assert compiled == {
-        "checks.h": ["csrc/ops.cpp"],
-        "deep/second.h": ["csrc/cpu/ops.cpp"],
+        "checks.h": ["csrc/cpu/layers/op.cpp"],
+        "deep/second.h": ["csrc/cpu/moves/op.cpp"],
         "deep/nobodys.h": [],
-        "deep/gone.h": ["csrc/cpu/ops.cpp"],
+        "deep/gone.h": ["csrc/cpu/moves/op.cpp"],
     }
 
 
@@ -95,10 +97,10 @@ def test_what_is_missing_is_said(build, tree, monkeypatch):
 
 
 def test_a_source_that_does_not_compile_is_shown(build, tree):
-    (tree / "csrc" / "cpu" / "ops.cpp").write_text("int broken(\n")
+    (tree / "csrc" / "cpu" / "moves" / "op.cpp").write_text("int broken(\n")
     report = build(tree, tree / "_C.abi3.so")
     assert not report.built
-    assert "could not compile csrc/cpu/ops.cpp" in report.reason
+    assert "could not compile csrc/cpu/moves/op.cpp" in report.reason
     assert "broken" in report.reason
 
 
@@ -118,7 +120,7 @@ def test_a_failing_nvcc_leaves_the_cpu_library(build, tree, monkeypatch):
     report = build(tree, tree / "_C.abi3.so")
     assert report.built
     assert report.cuda == ()
-    assert "could not compile csrc/cuda/ops.cu" in report.cuda_reason
+    assert "could not compile csrc/cuda/moves/op.cu" in report.cuda_reason
     assert "no GPU for you" in report.cuda_reason
 
 
@@ -127,3 +129,24 @@ def test_without_nvcc_the_report_says_where_it_looked(build, tree):
     if report.cuda_reason != "no nvcc in CUDA_HOME, CUDA_PATH, PATH or the nvidia pip packages":
         pytest.skip("this environment has the nvcc of the pip packages")
     assert "no CUDA kernels: no nvcc in CUDA_HOME" in str(report)
+
+
+def test_a_source_for_types_of_caches_is_compiled_once_for_each(build, tree):
+    module = sys.modules["native_build_tested"]
+    (tree / "csrc" / "types.h").write_text(
+        "#define KVPAGER_FOR_CODES(X, ...) \\\n"
+        '  X(one_code, Char, "int8", __VA_ARGS__) \\\n  X(two_code, Byte, "b", __VA_ARGS__)\n'
+        '\n#define OTHER(X) \\\n  X(three, Char, "int8")\n'
+    )
+    (tree / "csrc" / "cuda" / "moves" / "op.cu").unlink()
+    source = 'extern "C" __attribute__((visibility("default"))) int f_##C() { return 1; }'
+    (tree / "csrc" / "cuda" / "moves" / "kernel.cache.cu").write_text(
+        f"#define DEFINE(C) {source}\n#define EACH(C) DEFINE(C)\nEACH(KVPAGER_CACHE)\n"
+    )
+    report = module.build_emulated(tree, tree / "emulated.so")
+    assert report.built, report.reason
+    name = "csrc/cuda/moves/kernel.cache.cu for"
+    assert sorted(report.compiled) == [f"{name} one_code", f"{name} query_type", f"{name} two_code"]
+    assert all(
+        symbol in (tree / "emulated.so").read_bytes() for symbol in (b"f_query_type", b"f_one_code", b"f_two_code")
+    )

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpager import native, native_cache
+from kvpager import native
 from kvpager.errors import ConfigError
+from kvpager.native import cache as native_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -52,7 +53,7 @@ def test_the_digest_follows_what_is_compiled(tmp_path):
     for folder in ("csrc/cuda", "csrc/testing", "build_backend"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "build_backend" / "native_build.py").write_text("")
-    (tmp_path / "csrc" / "ops.cpp").write_text("")
+    (tmp_path / "csrc" / "types.h").write_text("")
     first = native_cache.source_digest(tmp_path)
     (tmp_path / "csrc" / "testing" / "emulator.h").write_text("")
     (tmp_path / "csrc" / "README.md").write_text("")

@@ -12,9 +12,9 @@ from kvpager.ops import device_errors
 
 PROGRAM = """
 import json, torch
-import kvpager.native, pathlib
+import kvpager.native.library, pathlib
 if {path!r}:
-    kvpager.native.LIBRARY_PATH = pathlib.Path({path!r})
+    kvpager.native.library.LIBRARY_PATH = pathlib.Path({path!r})
 from kvpager import ops
 cache = torch.zeros(2, 1, 4, 8)
 ops.write_kv(torch.ones(1, 1, 8), torch.ones(1, 1, 8), cache, cache, torch.tensor([5]))

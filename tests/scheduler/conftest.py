@@ -131,12 +131,15 @@ def solo(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def make_world(implementation: str, num_blocks: int, block_size: int, **options: Any) -> World:
-    rules = {"enable_prefix_caching": options.pop("cached", True), "eviction_policy": options.pop("eviction_policy", None)}
+    rules = {
+        "enable_prefix_caching": options.pop("cached", True),
+        "eviction_policy": options.pop("eviction_policy", None),
+    }
     options.setdefault("max_num_seqs", 8)
     options.setdefault("max_num_batched_tokens", 64)
     sets = [numpy_set(options["max_num_seqs"], num_blocks, options["max_num_batched_tokens"]) for _ in range(2)]
     if implementation == "rust":
-        from kvpager.decode_batch import BatchBuffers, DecodeBatch
+        from kvpager.manager import BatchBuffers, DecodeBatch
 
         manager: Any = kvpager.KVBlockManager(num_blocks, block_size, **rules)
         batch: Any = DecodeBatch(manager, *(BatchBuffers(**each) for each in sets))

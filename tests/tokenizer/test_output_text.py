@@ -1,5 +1,7 @@
 """Stop strings: nothing of one is given out before it is decided, nothing else is lost, however the text was cut."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -194,7 +194,7 @@ def build_cuda(
     import torch
 
     from kvpager.native import gpu_arch
-    from kvpager.native_cache import arch_generation, compile_library
+    from kvpager.native.cache import arch_generation, compile_library
 
     if (wanted := arch or gpu_arch()) is None:
         raise ConfigError("torch sees no GPU; name what to compile for, as in `--arch sm_90`")

@@ -5,11 +5,11 @@ import logging
 
 import torch
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
 from kvpager.loader import ModelFiles
+from kvpager.manager import KVBlockManager
 from kvpager.models import Model
 from kvpager.native import native_status
 from kvpager.runner import CudaCapture, ModelRunner, decode_sizes
@@ -71,13 +71,18 @@ def runner_over(model: Model, config: EngineConfig, dtype: str) -> ModelRunner:
         model, cache, manager, fixed_split=config.fixed_split,
         decode_sizes=decode_sizes(config.max_num_seqs) if is_recorded else (),
         capture=CudaCapture() if is_recorded else None,
+        plans_splits=_has_cuda_kernels(config) and config.attention_backend in ("auto", "native"),
     )  # fmt: skip
 
 
 def can_capture(config: EngineConfig) -> bool:
-    """Whether decode steps are recorded: on CUDA, by kernels that need no look at their inputs on the host."""
-    is_cuda = torch.device(config.device).type == "cuda" and native_status().cuda_kernels
-    return is_cuda and not config.enforce_eager and config.attention_backend in ("auto", "native", "flash_attn")
+    """Whether decode steps are recorded: on CUDA, with kernels that never read their inputs on the host."""
+    takes_graphs = config.attention_backend in ("auto", "native", "flash_attn")
+    return _has_cuda_kernels(config) and takes_graphs and not config.enforce_eager
+
+
+def _has_cuda_kernels(config: EngineConfig) -> bool:
+    return torch.device(config.device).type == "cuda" and native_status().cuda_kernels
 
 
 def _usable_device(name: str) -> torch.device:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvpager.config import EngineConfig, ModelConfig
-from kvpager.decode_batch import DecodeBatch
 from kvpager.engine.outputs import RequestOutput, StreamEvent
 from kvpager.engine.requests import Completion, Prompt, Request, RequestFactory
 from kvpager.engine.rows import SamplerRows, keep_prompt_logprobs
@@ -27,6 +26,7 @@ from kvpager.engine.stats import EngineStats, take_stats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError
 from kvpager.kinds import is_text
+from kvpager.manager import DecodeBatch
 from kvpager.runner import ModelRunner, StepTensors
 from kvpager.sampling import PositionLogprobs, SampledTokens, Sampler, SamplingParams
 from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence

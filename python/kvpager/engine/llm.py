@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, EngineSettings
 from kvpager.engine.build import make_runner, make_tokenizer
 from kvpager.engine.engine import Engine
@@ -21,6 +20,7 @@ from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError, ConfigError, StateError, UnknownSequenceError
 from kvpager.kinds import is_text
 from kvpager.loader import open_model
+from kvpager.manager import SequenceState
 from kvpager.sampling import SamplingParams
 from kvpager.tokenizer import Message
 

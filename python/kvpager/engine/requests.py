@@ -7,11 +7,11 @@ from itertools import count
 from numbers import Integral
 
 from kvpager import scheduler
-from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvpager.errors import ArgumentError, SequenceTooLongError
 from kvpager.kinds import is_list, is_text, is_whole
+from kvpager.manager import SequenceState
 from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed, with_texts
 from kvpager.tokenizer import OutputText, Tokenizer
 

@@ -88,7 +88,7 @@ class Attention(nn.Module):
             projection(x, out=part)
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
-        q = inputs.cache.norm_turn_write(
+        q = inputs.cache.qk_norm_rope_write(
             self.layer,
             qkv,
             q_weight,

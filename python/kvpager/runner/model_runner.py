@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvpager.block_manager import KVBlockManager
+from kvpager import ops
 from kvpager.cache import AttentionMetadata, PagedKVCache
-from kvpager.decode_batch import BatchBuffers, BatchStep
+from kvpager.manager import BatchBuffers, BatchStep, KVBlockManager
 from kvpager.models import Model
+from kvpager.ops.attention.split_plan import MIN_PART_TOKENS
 from kvpager.runner.graphs import Replay
 from kvpager.runner.step_tensors import StepTensors
 
@@ -35,6 +36,8 @@ class ModelRunner:
         fixed_split: see `EngineConfig`.
         capture: records a computation; None: steps are run anew each time. Padded decode steps are recorded, so their
             tensors must be copied ones (`StepTensors`).
+        plans_splits: make the split plan and the workspace of a step's decode attention once for all layers. False:
+            each layer's kernel makes its own, which costs less on a CPU.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ModelRunner:
         decode_sizes: Sequence[int] = (),
         fixed_split: int = 0,
         capture: Callable[[Callable[[], Tensor]], Replay] | None = None,
+        plans_splits: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -53,6 +57,7 @@ class ModelRunner:
         self.decode_sizes = tuple(decode_sizes)
         self.fixed_split = fixed_split
         self.capture = capture
+        self.plans_splits = plans_splits
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -91,23 +96,42 @@ class ModelRunner:
             return replay()[: step.num_tokens]
         if is_recorded:  # what is recorded must hold for every later step
             max_seq_len = found.block_tables.shape[1] * self.cache.block_size
-        metadata = AttentionMetadata(
-            slot_mapping=found.slot_mapping[:T],
-            block_tables=found.block_tables[:B],
-            seq_lens=found.seq_lens[:B],
-            query_start_loc=found.query_start_loc[: B + 1],
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            fixed_split=self.fixed_split,
-        )
 
         def compute() -> Tensor:
+            metadata = AttentionMetadata(
+                slot_mapping=found.slot_mapping[:T],
+                block_tables=found.block_tables[:B],
+                seq_lens=found.seq_lens[:B],
+                query_start_loc=found.query_start_loc[: B + 1],
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                fixed_split=self.fixed_split,
+                **self._split(found.seq_lens[:B], max_seq_len) if counts is None else {},
+            )
             hidden: Tensor = self.model(tensors.input_ids[:T], tensors.positions[:T], self.cache, metadata)  # [T, C]
             return hidden
 
         if is_recorded and self.capture is not None:
             tensors.replays[B] = compute = self.capture(compute)
         return compute()[: step.num_tokens]
+
+    def _split(self, seq_lens: Tensor, max_seq_len: int) -> dict[str, Tensor]:
+        """The plan and the workspace of a decode step's attention.
+
+        A recorded step makes them anew in each replay, of the lengths of that moment: the plan is part of the graph.
+        """
+        if not self.plans_splits:
+            return {}
+        cache, H = self.cache, self.model.config.num_attention_heads
+        num_bytes = ops.workspace_bytes(
+            len(seq_lens), H, cache.head_dim, max_seq_len=max_seq_len, fixed_split=self.fixed_split,
+            num_kv_heads=cache.num_kv_heads, device=self.device,
+        )  # fmt: skip
+        plan = ops.make_split_plan(
+            seq_lens, block_size=cache.block_size, fixed_split=self.fixed_split, num_kv_heads=cache.num_kv_heads,
+            head_dim=cache.head_dim, min_part_tokens=MIN_PART_TOKENS,
+        )  # fmt: skip
+        return {"split_plan": plan, "workspace": torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)}
 
     def _padded(self, num_rows: int, room: int) -> int:
         place = bisect_left(self.decode_sizes, num_rows)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.decode_batch import BatchBuffers, BatchStep
+from kvpager.manager import BatchBuffers, BatchStep
 from kvpager.runner.graphs import Replay
 
 

@@ -12,7 +12,7 @@ from kvpager.kinds import is_text, is_whole
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
+    from kvpager.manager import KVBlockManager
 
 
 class AdmissionGate:

@@ -39,8 +39,7 @@ from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
-    from kvpager.decode_batch import BatchStep, DecodeBatch
+    from kvpager.manager import BatchStep, DecodeBatch, KVBlockManager
 
 
 class Scheduler:
@@ -321,9 +320,7 @@ class Scheduler:
         for sequence in self._prefilling:
             length = int(rows.length[sequence.row])
             promised += (
-                self._gate.blocks_for(len(sequence.token_ids))
-                - self._gate.blocks_for(length)
-                - (length % size == 0)
+                self._gate.blocks_for(len(sequence.token_ids)) - self._gate.blocks_for(length) - (length % size == 0)
             )
         return promised
 

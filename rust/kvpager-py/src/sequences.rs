@@ -3,7 +3,8 @@
 use kvpager_core::{BlockId, Slot};
 use pyo3::prelude::*;
 
-use crate::arguments::{COUNT, ID, read_natural, read_position, read_sequence_id, read_token_id};
+use crate::arguments::{COUNT, ID, read_natural, read_position, read_sequence_id};
+use crate::arrays::{Run, read_run, read_token_id, read_token_ids};
 use crate::manager::KVBlockManager;
 
 #[pymethods]
@@ -23,12 +24,9 @@ impl KVBlockManager {
         token_id: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
         let id = read_sequence_id(sequence_id)?;
-        match token_id {
+        match token_id.map(read_token_id).transpose()? {
             None => self.call(py, 0, |manager| manager.append_token(id)),
-            Some(token_id) => {
-                let token_id = read_token_id(token_id, "token_id")?;
-                self.call(py, 0, |manager| manager.append_token_id(id, token_id))
-            }
+            Some(token_id) => self.call(py, 0, |manager| manager.append_token_id(id, token_id)),
         }
     }
 
@@ -40,17 +38,14 @@ impl KVBlockManager {
         n: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<Slot>> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(|arrays| {
-            let mut slots = Vec::new();
-            if let Some(n) = arrays.read_count_or_token_ids(n)? {
-                self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?;
-            } else {
-                let token_ids = &arrays.token_ids;
-                let work = token_ids.len() as u64;
-                self.call(py, work, |manager| manager.append_token_ids(id, token_ids, &mut slots))?;
-            }
-            Ok(slots)
-        })
+        let (run, mut slots) = (read_run(n)?, Vec::new());
+        match run {
+            Run::Count(n) => self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?,
+            Run::TokenIds(token_ids) => self.call(py, token_ids.len() as u64, |manager| {
+                manager.append_token_ids(id, &token_ids, &mut slots)
+            })?,
+        }
+        Ok(slots)
     }
 
     /// Say that the first `n` tokens are written: blocks that became full can be found from now on. `token_ids` are
@@ -65,14 +60,10 @@ impl KVBlockManager {
     ) -> PyResult<()> {
         let id = read_sequence_id(sequence_id)?;
         let n = read_natural(n, "n", COUNT)?;
-        let Some(token_ids) = token_ids else {
+        let Some(token_ids) = token_ids.map(read_token_ids).transpose()? else {
             return self.call(py, 0, |manager| manager.commit(id, n));
         };
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let token_ids = &arrays.token_ids;
-            self.call(py, token_ids.len() as u64, |manager| manager.commit_ids(id, n, token_ids))
-        })
+        self.call(py, token_ids.len() as u64, |manager| manager.commit_ids(id, n, &token_ids))
     }
 
     /// Tokens of a sequence that are known to be written. O(1).
