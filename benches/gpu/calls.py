@@ -66,9 +66,7 @@ def peer(name: str, inputs: Inputs) -> Calls | None:
     """Through the same hand-off that `backend=` uses, planned once; None if it is not installed or does not take it."""
     keywords = {"max_seq_len": inputs.shape.length}
     try:
-        run = backends.planned(
-            name, inputs.query, inputs.cache.key_cache[0], (inputs.tables, inputs.lengths), keywords
-        )
+        run = backends.planned(name, inputs.query, inputs.cache.key_cache[0], (inputs.tables, inputs.lengths), keywords)
     except backends.ArgumentError as error:
         print(f"{name} on {inputs.shape.name}: {error}")
         return None
