@@ -4,14 +4,16 @@
 //! a fast GPU takes about a millisecond, so bookkeeping should stay near a microsecond for a whole batch; in engines
 //! that do it in Python it takes 50 to 2,600 µs for 256 sequences.
 //!
-//! | id | timed | how to read it |
-//! |---|---|---|
-//! | `allocator/append/B` | one `append_batch` of one token to each of B sequences, lengths staggered over the block | the price of a decode step; per element: of one token |
-//! | `allocator/append_nearly_empty/B` | the same with fewer free blocks than sequences | adds the exact demand pass |
-//! | `allocator/lifecycle/256x1024` | 256 sequences made, 1,024 steps, all released, pool kept | per element: a token over a whole life |
-//! | `allocator/fork_copy_on_write` | fork of 1,032 tokens, one append that copies the tail, pairs taken, child released | one branch of a beam or of n samples |
-//! | `allocator/release/1024_tokens` | release of one sequence of 64 blocks | per element: a block |
-//! | `allocator/block_tables/BxM` | whole int32 tables of B sequences with M blocks each, into a caller's buffer | the floor is the memory bandwidth: 4·B·M bytes written |
+//! * `allocator/append/B`: one `append_batch` of one token to each of B sequences, lengths staggered over the block.
+//!   The price of a decode step; per element: of one token.
+//! * `allocator/append_nearly_empty/B`: the same with fewer free blocks than sequences. Adds the exact demand pass.
+//! * `allocator/lifecycle/256x1024`: 256 sequences made, 1,024 steps, all released, pool kept. Per element: a token
+//!   over a whole life.
+//! * `allocator/fork_copy_on_write`: fork of 1,032 tokens, one append that copies the tail, pairs taken, child
+//!   released. One branch of a beam or of n samples.
+//! * `allocator/release/1024_tokens`: release of one sequence of 64 blocks. Per element: a block.
+//! * `allocator/block_tables/BxM`: whole int32 tables of B sequences with M blocks each, into a caller's buffer. The
+//!   floor is the memory bandwidth: 4·B·M bytes written.
 //!
 //! Block size 16. Setting up and cutting back is not timed except in `lifecycle`. Criterion prints [low estimate high];
 //! on a busy machine read the low end. Runs for about a minute; `-- --quick` for a glance.
