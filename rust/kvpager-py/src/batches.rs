@@ -43,10 +43,7 @@ impl KVBlockManager {
         };
         self.call_into(py, num_tokens, target, |manager, out| {
             slots.clear();
-            match token_ids {
-                None => manager.append_batch(ids, counts, slots)?,
-                Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots)?,
-            }
+            manager.append_batch(ids, counts, token_ids, slots)?;
             out.copy_from_slice(slots);
             Ok(())
         })

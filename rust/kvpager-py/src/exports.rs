@@ -8,7 +8,6 @@ use crate::arguments::read_natural;
 use crate::arrays::Arrays;
 use crate::failure::argument_error;
 use crate::manager::KVBlockManager;
-use crate::memory::as_block_ids;
 use crate::out::{Out, fill_new, refuse_device};
 
 /// A table entry is copied in the time that a sixteenth of an append takes.
@@ -65,7 +64,7 @@ impl KVBlockManager {
         let max_blocks = width.or(target.len().checked_div(ids.len())).unwrap_or(0);
         let work = (target.len() / ENTRIES_PER_TOKEN) as u64;
         let too_long = self.call_into(py, work, target, |manager, out| {
-            match manager.copy_block_tables(ids, max_blocks, as_block_ids(out)) {
+            match manager.write_block_tables(ids, max_blocks, out) {
                 Err(Error::Argument { argument: "max_blocks", .. }) if width.is_none() => {
                     manager.longest_table(ids).map(Some)
                 }

@@ -16,7 +16,6 @@ use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_long, c_void};
 use std::ptr::NonNull;
 
-use kvpager_core::BlockId;
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::ffi;
 use pyo3::intern;
@@ -191,12 +190,6 @@ impl Seen {
         let is_aligned = start.as_ptr().addr().is_multiple_of(item_size);
         is_aligned.then_some(Self { start, len, item_size, num_dims, num_rows, is_writable })
     }
-}
-
-/// Entries of a table as block ids: padding, −1, is [`BlockId::MAX`].
-pub(crate) fn as_block_ids(entries: &mut [i32]) -> &mut [BlockId] {
-    // SAFETY: both are 32 bits, aligned alike, and have a value for all of them.
-    unsafe { std::slice::from_raw_parts_mut(entries.as_mut_ptr().cast(), entries.len()) }
 }
 
 /// `value` is exactly a `numpy.ndarray`.

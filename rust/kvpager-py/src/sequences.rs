@@ -23,13 +23,8 @@ impl KVBlockManager {
         token_id: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
         let id = read_sequence_id(sequence_id)?;
-        match token_id {
-            None => self.call(py, 0, |manager| manager.append_token(id)),
-            Some(token_id) => {
-                let token_id = read_token_id(token_id, "token_id")?;
-                self.call(py, 0, |manager| manager.append_token_id(id, token_id))
-            }
-        }
+        let token_id = token_id.map(|token_id| read_token_id(token_id, "token_id")).transpose()?;
+        self.call(py, 0, |manager| manager.append_token(id, token_id))
     }
 
     /// Append a run: `n` tokens, or, if `n` has a dimension, tokens with these ids; their slots. O(tokens).
@@ -43,11 +38,13 @@ impl KVBlockManager {
         self.with_arrays(|arrays| {
             let mut slots = Vec::new();
             if let Some(n) = arrays.read_count_or_token_ids(n)? {
-                self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?;
+                self.call(py, n, |manager| manager.append_tokens(id, n, None, &mut slots))?;
             } else {
                 let token_ids = &arrays.token_ids;
                 let work = token_ids.len() as u64;
-                self.call(py, work, |manager| manager.append_token_ids(id, token_ids, &mut slots))?;
+                self.call(py, work, |manager| {
+                    manager.append_tokens(id, token_ids.len() as u64, Some(token_ids), &mut slots)
+                })?;
             }
             Ok(slots)
         })
@@ -66,12 +63,12 @@ impl KVBlockManager {
         let id = read_sequence_id(sequence_id)?;
         let n = read_natural(n, "n", COUNT)?;
         let Some(token_ids) = token_ids else {
-            return self.call(py, 0, |manager| manager.commit(id, n));
+            return self.call(py, 0, |manager| manager.commit(id, n, None));
         };
         self.with_arrays(|arrays| {
             arrays.read_token_ids(token_ids)?;
             let token_ids = &arrays.token_ids;
-            self.call(py, token_ids.len() as u64, |manager| manager.commit_ids(id, n, token_ids))
+            self.call(py, token_ids.len() as u64, |manager| manager.commit(id, n, Some(token_ids)))
         })
     }
 
