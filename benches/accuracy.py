@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvpager import ops
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
-from kvpager.config import ModelConfig
+from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
+from kvpager.manager import KVBlockManager
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
+from kvpager.verify import forward_eager
 
 DTYPES = {
     "float32": torch.float32,
@@ -80,9 +81,9 @@ class RoundedCache(PagedKVCache):
 
     rounded_to = torch.float32
 
-    def norm_turn_write(self, layer: int, *inputs: Tensor | None, eps: float) -> Tensor:
+    def qk_norm_rope_write(self, layer: int, *inputs: Tensor | None, eps: float) -> Tensor:
         """As in `PagedKVCache`; the last of the inputs are the slots."""
-        query = super().norm_turn_write(layer, *inputs, eps=eps)
+        query = super().qk_norm_rope_write(layer, *inputs, eps=eps)
         slots = inputs[-1]
         for cache in () if self.quantised else (self.key_cache[layer], self.value_cache[layer]):
             rows = cache[slots // S, :, slots % S]
@@ -97,14 +98,14 @@ def logits_of(name: str, tokens: list[int]) -> Tensor:
         model = DecoderForCausalLM(config)
     load_parameters(model, BUNDLED_MODEL, dtype=torch.float32, device=torch.device("cpu"), ignored=("lm_head.weight",))
     num_blocks = len(tokens) // S + 2
-    kept = DTYPES[name] if name in QUANTISED else torch.float32
-    cache = RoundedCache.from_config(config, block_size=S, num_blocks=num_blocks, dtype=kept)
+    kept = name if name in QUANTISED else "auto"
+    cache = RoundedCache.from_config(config, CacheConfig(block_size=S, num_blocks=num_blocks, kv_cache_dtype=kept))
     cache.rounded_to = DTYPES[name]
     runner = ModelRunner(model.eval(), cache, KVBlockManager(num_blocks, S))
     runner.block_manager.create_sequence(0)
     half = len(tokens) // 2
     pieces = [tokens[i : min(i + 7, half)] for i in range(0, half, 7)] + [[token] for token in tokens[half:]]
-    return torch.cat([runner.step([0], [piece]) for piece in pieces]).double()
+    return torch.cat([forward_eager(runner, [0], [piece]) for piece in pieces]).double()
 
 
 def measure() -> list[dict[str, float | str]]:

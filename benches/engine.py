@@ -39,10 +39,10 @@ from kvpager import LLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generation.engines import Generate, with_kvpager, with_transformers, with_vllm
-from generation.models import SHAPES, load_transformers, make_weights
-from generation.prefix_cache import measure_prefix_cache
-from generation.throughput import Row, Shares, measure, warm_up
+from engine.engines import Generate, with_kvpager, with_transformers, with_vllm
+from engine.models import SHAPES, load_transformers, make_weights
+from engine.prefix_cache import measure_prefix_cache
+from engine.throughput import Row, Shares, measure, warm_up
 from peers.process import vllm_peer
 
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # GB; the engine in the same process

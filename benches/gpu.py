@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from device_plane import steps
-from device_plane.figures import SHAPES, Figure, as_json, as_table
+from gpu import steps
+from gpu.figures import SHAPES, Figure, as_json, as_table
 
 PEERS = ("flashinfer", "flash_attn")
 
@@ -38,7 +38,7 @@ def check(only: set[str]) -> list[steps.Outcome]:
 
 def time_all(rounds: int) -> list[Figure]:
     """The native library is loaded here, after the build."""
-    from device_plane import calls, device
+    from gpu import calls, device
 
     copies, figures = device.CopyBuffer(), []
     for shape in SHAPES:

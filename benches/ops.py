@@ -34,14 +34,14 @@ from kvpager import native
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from data_plane.beside import beside
-from data_plane.decode import DTYPES
-from data_plane.ladder import ladder, shapes
-from data_plane.machine import Machine, cpu_seconds, wall_seconds
-from data_plane.roofline import plot, roofline
-from data_plane.sweep import sweep
-from data_plane.timing import alternate
 from neighbours import Neighbours
+from ops.beside import beside
+from ops.decode import DTYPES
+from ops.ladder import ladder, shapes
+from ops.machine import Machine, cpu_seconds, wall_seconds
+from ops.roofline import plot, roofline
+from ops.sweep import sweep
+from ops.timing import alternate
 from peers.process import Peer, vllm_peer
 
 TABLES = ("overhead", "roofline", "beside", "shapes", "ladder", "block_sizes")

@@ -24,7 +24,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvpager import native, ops
-from kvpager.ops.reference_fused import rms_norm, rotate
+from kvpager.ops.layers.qk_norm_rope_write import rotate
+from kvpager.ops.layers.rms_norm import normed
 
 RUNS = 9
 K, G, D, S = 8, 2, 128, 16
@@ -99,7 +100,7 @@ def front_end(dtype: torch.dtype) -> Timed:
 
     def parts() -> None:
         query, key, value = torch.split(qkv.view(T, H + 2 * K, D), [H, K, K], dim=1)
-        turned = [rotate(rms_norm(x, weight, 1e-6), cos_sin[:, None]).to(dtype) for x in (query, key)]
+        turned = [rotate(normed(x, weight, 1e-6), cos_sin[:, None]).to(dtype) for x in (query, key)]
         ops.write_kv(turned[1], value, *caches, rows)
 
     def many(call: Callable[[], object]) -> Callable[[], object]:

@@ -5,7 +5,9 @@ a C++20 compiler and torch's headers are needed; where an nvcc is found (CUDA_HO
 nvidia-cuda-nvcc and friends) the CUDA kernels are compiled in, with a static CUDA run time, so that the same library
 loads beside a torch without CUDA. Objects are kept in build/native/, named by the hash of all that goes into them, so
 that a header that changes costs the sources that include it.
-A source named `*.isa.cpp` is compiled once for each instruction set; the library picks one at run time (cpu/isa.h).
+A source named `*.isa.cpp` is compiled once for each instruction set; the library picks one at run time
+(csrc/cpu/runtime/isa.h). One named `*.cache.cu` is compiled once for each type of caches: that of the queries, and
+every type of codes in the list of csrc/types.h.
 
 What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
 """
@@ -32,7 +34,7 @@ COMMON_FLAGS = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
 # -O3, not -O2: plain loops are vectorised only there. No fast-math: NaN and inf have meanings here.
 CXX_FLAGS = (*COMMON_FLAGS, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 NVCC_FLAGS = (*COMMON_FLAGS, "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-# Compiler flags of each instruction set of `*.isa.cpp` sources, by machine; the sets of csrc/cpu/isa.h.
+# Compiler flags of each instruction set of `*.isa.cpp` sources, by machine; the sets of csrc/cpu/runtime/isa.h.
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -179,8 +181,8 @@ def build_emulated(root: Path, out: Path, *, verbose: bool = False, sanitize: bo
         compiler = _find_compiler()
         cache.mkdir(parents=True, exist_ok=True)
         flags = ("-DKVPAGER_EMULATE", "-Wno-unknown-pragmas", "-isystem", str(torch_dir / "include"), "-x", "c++")
-        sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
-        steps = _steps(root, cache, sources, (*compiler, *CXX_FLAGS, *sanitize_flags, *flags), _version_of(compiler))
+        command = (*compiler, *CXX_FLAGS, *sanitize_flags, *flags)
+        steps = _steps_of_cuda_sources(root, cache, command, _version_of(compiler))
         objects = _compile(steps, report, verbose)
         link = (*compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", *sanitize_flags)
         _link(link, cache, out, verbose)
@@ -253,7 +255,7 @@ def _cpu_steps(
 ) -> list[_Step]:
     command = (*compiler, *CXX_FLAGS, *extra, "-isystem", str(torch_dir / "include"))
     version = _version_of(compiler)
-    sources = [root / "csrc" / "ops.cpp", *sorted((root / "csrc" / "cpu").glob("*.cpp"))]
+    sources = sorted((root / "csrc" / "cpu").rglob("*.cpp"))
     plain = [source for source in sources if not source.name.endswith(".isa.cpp")]
     steps = _steps(root, cache, plain, command, version)
     machine = {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
@@ -274,14 +276,32 @@ def _cuda_steps(
     nvcc = str(cuda_home / "bin" / "nvcc")
     codes = tuple(f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in archs)
     command = (nvcc, "-ccbin", compiler[0], *NVCC_FLAGS, *codes, "-isystem", str(torch_dir / "include"))
-    sources = sorted((root / "csrc" / "cuda").glob("*.cu"))
-    return _steps(root, cache, sources, command, _version_of((nvcc,)) + _version_of(compiler))
+    return _steps_of_cuda_sources(root, cache, command, _version_of((nvcc,)) + _version_of(compiler))
+
+
+def _steps_of_cuda_sources(root: Path, cache: Path, command: tuple[str, ...], version: str) -> list[_Step]:
+    sources = sorted((root / "csrc" / "cuda").rglob("*.cu"))
+    by_cache = [source for source in sources if source.name.endswith(".cache.cu")]
+    steps = _steps(root, cache, [source for source in sources if source not in by_cache], command, version)
+    for kind in ("query_type", *_code_types(root)) if by_cache else ():
+        steps += _steps(root, cache, by_cache, (*command, f"-DKVPAGER_CACHE={kind}"), version, kind)
+    return steps
+
+
+def _code_types(root: Path) -> list[str]:
+    """The types of codes: one object of a `*.cache.cu` each."""
+    text = (root / "csrc" / "types.h").read_text()
+    lines = text[text.index("#define KVPAGER_FOR_CODES(") :].partition("\n\n")[0]
+    return re.findall(r"^ *X\((\w+),", lines, re.MULTILINE)
 
 
 def _steps(
-    root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str, isa: str = ""
+    root: Path, cache: Path, sources: list[Path], command: tuple[str, ...], version: str, variant: str = ""
 ) -> list[_Step]:
-    """Each object is named by a hash of its source, its headers, the command, the compiler's and torch's version."""
+    """Each object is named by a hash of its source, its headers, the command, the compiler's and torch's version.
+
+    `variant`: the instruction set or the type of caches that the command is for, where a source has several.
+    """
     common = hashlib.sha256("\0".join((*command, version, importlib.metadata.version("torch"))).encode())
     steps = []
     for source in sources:
@@ -289,8 +309,8 @@ def _steps(
         for file in _with_includes(source):
             digest.update(file.read_bytes())
         stem = "_".join(source.relative_to(root / "csrc").with_suffix("").parts)
-        target = cache / f"{stem}{source.suffix}{isa and '@'}{isa}-{digest.hexdigest()[:20]}.o"
-        name = str(source.relative_to(root)) + (f" for {isa}" if isa else "")
+        target = cache / f"{stem}{source.suffix}{variant and '@'}{variant}-{digest.hexdigest()[:20]}.o"
+        name = str(source.relative_to(root)) + (f" for {variant}" if variant else "")
         steps.append(_Step(source, command, target, name))
     return steps
 

@@ -1,10 +1,12 @@
-"""The direction of imports, docs/design.md §1: a module imports what its layer may reach, never upward."""
+"""The direction of imports, docs/design/layers.md: a module imports what its layer may reach, never upward."""
 
 import ast
 import tomllib
 from pathlib import Path
 
 import pytest
+
+import kvpager
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "python" / "kvpager"
@@ -13,25 +15,24 @@ PACKAGE = ROOT / "python" / "kvpager"
 BELOW = {
     "errors": set(),
     "kinds": set(),
-    "config": {"errors", "kinds"},
+    "cache_dtypes": {"errors"},
+    "config": {"errors", "kinds", "cache_dtypes", "_core"},
     "_core": {"errors"},
-    "block_manager": {"_core"},
-    "decode_batch": {"block_manager", "kinds"},
-    "scheduler": {"decode_batch"},
+    "manager": {"_core", "kinds"},
+    "scheduler": {"manager", "config"},
     "reference": {"errors"},
-    "native_cache": {"errors"},
-    "native": {"native_cache"},
-    "ops": {"native", "kinds"},
+    "native": {"errors"},
+    "ops": {"native", "kinds", "cache_dtypes"},
     "huge_pages": {"errors"},
     "cache": {"ops", "config", "huge_pages"},
     "models": {"cache"},
-    "loader": {"config", "huge_pages"},
+    "loader": {"models", "huge_pages"},
     "tokenizer": {"config"},
     "sampling": {"ops", "kinds"},
-    "graphs": set(),
-    "runner": {"decode_batch", "models", "graphs"},
+    "runner": {"manager", "models"},
     "engine": {"scheduler", "runner", "sampling", "tokenizer", "loader"},
-    "cli": {"engine"},
+    "verify": {"engine"},
+    "cli": {"verify"},
     "__main__": {"cli"},
 }
 
@@ -73,7 +74,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__
 def test_imports_point_downward(path: Path) -> None:
     module = ".".join(["kvpager", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
     layer = layer_of(module)
-    assert layer in BELOW, f"`{layer}` is no layer of docs/design.md §1"
+    assert layer in BELOW, f"`{layer}` is no layer of docs/design/layers.md"
     allowed = reachable(layer) | {layer}
     package = ".".join(["kvpager", *path.relative_to(PACKAGE).parent.parts])
     for imported in imports_of(path.read_text(), package):
@@ -99,9 +100,21 @@ def test_an_upward_import_is_seen_however_it_is_written(code: str) -> None:
     assert "engine" not in reachable("ops")
 
 
+def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == kvpager._HOMES
+
+
 def test_every_layer_exists() -> None:
     present = {layer_of(f"kvpager.{path.relative_to(PACKAGE).parts[0].removesuffix('.py')}") for path in SOURCES}
     assert set(BELOW) - {"_core"} <= present
+
+
+def test_the_documents_name_every_layer() -> None:
+    described = (ROOT / "docs" / "design" / "layers.md").read_text()
+    assert {layer for layer in BELOW if f"`{layer}`" not in described} == {"__main__"}
 
 
 def test_the_core_crate_knows_no_python() -> None:

@@ -91,7 +91,7 @@ def short_names(mangled: set[str]) -> dict[str, str]:
 
 def reports_of(objects: list[CudaObject], home: Path) -> list[Report]:
     """Every kernel on every architecture that has machine code, sorted."""
-    sources = sorted(path for path in (ROOT / "csrc" / "cuda").iterdir() if path.suffix in (".cu", ".cuh", ".h"))
+    sources = sorted(path for path in (ROOT / "csrc" / "cuda").rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
     budgets = [budget for source in sources for budget in parse_budgets(source.read_text())]
     environment = {**os.environ, "PATH": os.pathsep.join((str(home / "bin"), os.environ["PATH"]))}  # finds nvdisasm
     reports = []

@@ -1,5 +1,5 @@
 #!/bin/sh
-# usage: setup_venv.sh VENV      creates or reuses the virtual environment and installs what kvpager builds and runs with
+# usage: setup_venv.sh VENV      creates or reuses the virtual environment, and installs what kvpager needs
 #        setup_venv.sh --check   only looks whether the tools are there
 #
 # Says in one line what is missing and how to get it.
@@ -26,7 +26,8 @@ if [ ! -x "$venv/bin/python" ]; then
         fi
     done
     if [ -z "$python" ]; then
-        echo "kvpager: Python 3.11 or newer (with venv) is missing: install it (Debian, Ubuntu: apt-get install python3 python3-venv) or set PYTHON" >&2
+        echo "kvpager: Python 3.11 or newer (with venv) is missing: install it" \
+            "(Debian, Ubuntu: apt-get install python3 python3-venv) or set PYTHON" >&2
         exit 1
     fi
     echo "creating $venv with $("$python" --version)"

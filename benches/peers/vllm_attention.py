@@ -13,6 +13,10 @@ VALUE, VALUE_AS_FP8 = 0.5, 0x30
 
 
 def load() -> tuple[str, dict[str, Any]]:
+    """The comparator's name and its functions.
+
+    Longer than 50 lines, because the functions share modules that only vLLM's environment has.
+    """
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform

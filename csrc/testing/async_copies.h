@@ -1,5 +1,6 @@
-// Asynchronous copies into shared memory: cp.async with its groups, bulk copies and the mbarriers that count their bytes.
-// The kernels use cp.async alone (prefill); the rest is here, tested by faults.cpp, for kernels that are tried on it.
+// Asynchronous copies into shared memory: cp.async with its groups, bulk copies and the mbarriers that count their
+// bytes. The kernels use cp.async alone (prefill); the rest is here, tested by faults.cpp, for kernels that are tried
+// on it.
 //
 // From its issue until it lands the destination of a copy holds 0xFF bytes, whatever was there: a read too early gives
 // NaN, and so does a buffer that is refilled while somebody still reads it. A copy lands when somebody waits for it;
@@ -68,7 +69,8 @@ inline bool land_something() {
 
 inline bool skips_wait() { return ++self().waits == device->skip_wait; }
 
-// 16 bytes from global to shared memory, the last 16 - `bytes` of them zeros. cp.async.cg.shared.global [to], [from], 16, bytes
+// 16 bytes from global to shared memory, the last 16 - `bytes` of them zeros. cp.async.cg.shared.global [to], [from],
+// 16, bytes
 inline void cp_async_16(void* to, const void* from, unsigned bytes = 16, KVPAGER_HERE) {
   check_shared("cp.async to what is no shared memory of the block", to, 16, where);
   check_aligned("cp.async to an address that is not aligned to 16 bytes", to, 16, where);

@@ -102,8 +102,8 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
-// Byte i of the result is byte number (selector >> 4 i & 7) of the eight in `high:low`; bit 3 of a selector repeats that
-// byte's sign instead.
+// Byte i of the result is byte number (selector >> 4 i & 7) of the eight in `high:low`; bit 3 of a selector repeats
+// that byte's sign instead.
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selectors) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   uint32_t result = 0;

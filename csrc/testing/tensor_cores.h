@@ -7,7 +7,7 @@
 // c[3] row group + 8; columns 2 in_group and the next. The hardware's order of additions is not specified; here it is
 // that of k.
 #pragma once
-#include "../numbers.h"
+#include "../types.h"
 #include "collectives.h"
 #include "shared_memory.h"
 

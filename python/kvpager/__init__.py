@@ -7,36 +7,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import Admission as Admission
-    from kvpager.block_manager import KVBlockManager as KVBlockManager
-    from kvpager.block_manager import SequenceState as SequenceState
     from kvpager.cache import AttentionMetadata as AttentionMetadata
     from kvpager.cache import PagedKVCache as PagedKVCache
-    from kvpager.decode_batch import BatchBuffers as BatchBuffers
-    from kvpager.decode_batch import BatchStep as BatchStep
-    from kvpager.decode_batch import DecodeBatch as DecodeBatch
     from kvpager.engine import LLM as LLM
     from kvpager.engine import CompletionOutput as CompletionOutput
     from kvpager.engine import Engine as Engine
     from kvpager.engine import RequestOutput as RequestOutput
+    from kvpager.manager import Admission as Admission
+    from kvpager.manager import BatchBuffers as BatchBuffers
+    from kvpager.manager import BatchStep as BatchStep
+    from kvpager.manager import DecodeBatch as DecodeBatch
+    from kvpager.manager import KVBlockManager as KVBlockManager
+    from kvpager.manager import SequenceState as SequenceState
     from kvpager.sampling import SamplingParams as SamplingParams
 
-# Public name -> the module that defines it, imported on first use.
-_HOMES = {
-    "KVBlockManager": "kvpager.block_manager",
-    "SequenceState": "kvpager.block_manager",
-    "Admission": "kvpager.block_manager",
-    "DecodeBatch": "kvpager.decode_batch",
-    "BatchBuffers": "kvpager.decode_batch",
-    "BatchStep": "kvpager.decode_batch",
-    "AttentionMetadata": "kvpager.cache",
-    "PagedKVCache": "kvpager.cache",
-    "LLM": "kvpager.engine",
-    "Engine": "kvpager.engine",
-    "RequestOutput": "kvpager.engine",
-    "CompletionOutput": "kvpager.engine",
-    "SamplingParams": "kvpager.sampling",
+# Module -> its names that are public here. The module is imported when one is first used. Type checkers can't follow
+# that: for them the names stand above, and a test keeps the two alike.
+_NAMES = {
+    "manager": ("KVBlockManager", "SequenceState", "Admission", "DecodeBatch", "BatchBuffers", "BatchStep"),
+    "cache": ("AttentionMetadata", "PagedKVCache"),
+    "engine": ("LLM", "Engine", "RequestOutput", "CompletionOutput"),
+    "sampling": ("SamplingParams",),
 }
+_HOMES = {name: f"kvpager.{module}" for module, names in _NAMES.items() for name in names}
 _SUBMODULES = ("errors", "ops")
 
 __all__ = [*_HOMES, *_SUBMODULES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -10,7 +10,7 @@ from typing import Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, fin
 import torch
 from typing_extensions import Buffer, disjoint_base
 
-from kvpager.block_manager import Admission
+from kvpager.manager import Admission
 
 __all__ = ["BatchStep", "BlockInfo", "DecodeBatch", "KVBlockManager", "PoolStats", "__version__"]
 

@@ -1,6 +1,6 @@
 """Whatever the schedule, each request gets the tokens of its solo run: exactly, in float64 on the readable operations.
 
-The solo runs go through `ModelRunner.step` with a manager that has no index: no batch, no scheduler, no cached prefix,
+The solo runs go through `forward_eager` with a manager that has no index: no batch, no scheduler, no cached prefix,
 one sequence. The scenarios draw everything that may not matter: arrivals, priorities, pool, block size, budgets,
 caching, forks, seeds; and some fail on purpose.
 """
@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from kvpager import KVBlockManager, PagedKVCache, SamplingParams
-from kvpager.config import EngineConfig, ModelConfig
+from kvpager.config import CacheConfig, EngineConfig, ModelConfig
 from kvpager.engine import Engine, RequestOutput
 from kvpager.errors import OutOfBlocksError, StateError
 from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 from kvpager.sampling import Sampler, request_seed
+from kvpager.verify import forward_eager
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -85,7 +86,9 @@ class Lab:
     model: DecoderForCausalLM
 
     def runner(self, num_blocks: int, block_size: int, *, caching: bool) -> ModelRunner:
-        cache = PagedKVCache.from_config(CONFIG, block_size=block_size, num_blocks=num_blocks, dtype=torch.float64)
+        cache = PagedKVCache.from_config(
+            CONFIG, CacheConfig(block_size=block_size, num_blocks=num_blocks), dtype=torch.float64
+        )
         cache.storage.fill_(float("nan"))
         return ModelRunner(self.model, cache, KVBlockManager(num_blocks, block_size, enable_prefix_caching=caching))
 
@@ -105,7 +108,7 @@ class Lab:
         sampler.add(params, seed, PROMPTS[prompt])
         tokens: list[int] = []
         while len(tokens) < params.max_tokens:
-            scores = runner.step([0], [tokens[-1:] or PROMPTS[prompt]])
+            scores = forward_eager(runner, [0], [tokens[-1:] or PROMPTS[prompt]])
             chosen = sampler.sample(scores)
             assert chosen.margins[0] != chosen.margins[0] or chosen.margins[0] > 1e-9, "too close to call"
             sampler.accept([0], chosen.token_ids)

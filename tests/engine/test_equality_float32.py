@@ -18,10 +18,11 @@ import torch
 
 from kvpager import LLM, KVBlockManager, SamplingParams
 from kvpager.cache import PagedKVCache
-from kvpager.config import EngineConfig
+from kvpager.config import CacheConfig, EngineConfig
 from kvpager.engine import Engine
 from kvpager.runner import ModelRunner
 from kvpager.sampling import Sampler, request_seed
+from kvpager.verify import forward_eager
 
 TEXTS = (
     "The for statement",
@@ -66,7 +67,7 @@ class Lab:
         self.solos: dict[Any, Solo] = {}
 
     def runner(self, num_blocks: int, block_size: int, *, caching: bool) -> ModelRunner:
-        cache = PagedKVCache.from_config(self.config, block_size=block_size, num_blocks=num_blocks)
+        cache = PagedKVCache.from_config(self.config, CacheConfig(block_size=block_size, num_blocks=num_blocks))
         manager = KVBlockManager(num_blocks, block_size, enable_prefix_caching=caching)
         return ModelRunner(self.model, cache, manager, fixed_split=SPLIT)
 
@@ -85,7 +86,7 @@ class Lab:
         sampler.add(params, seed, prompt)
         found = Solo([], [])
         for _ in range(MOST_TOKENS):
-            scores = runner.step([0], [found.token_ids[-1:] or prompt])
+            scores = forward_eager(runner, [0], [found.token_ids[-1:] or prompt])
             best, second = scores[0].topk(2).values.tolist()
             chosen = sampler.sample(scores)
             sampler.accept([0], chosen.token_ids)
@@ -112,10 +113,11 @@ def test_a_decode_is_the_same_bits_in_any_company(lab: Lab, threads: int) -> Non
         for runner, last in ((alone, 1), (beside, 4)):
             for sequence in range(last):
                 runner.block_manager.create_sequence(sequence)
-                runner.step([sequence], [prompts[sequence]])
+                forward_eager(runner, [sequence], [prompts[sequence]])
         for token in range(10, 15):
-            expected = alone.step([0], [[token]])
-            assert torch.equal(beside.step([2, 0, 3, 1], [[1], [token], [2], [3]])[1:2], expected)
+            expected = forward_eager(alone, [0], [[token]])
+            together = forward_eager(beside, [2, 0, 3, 1], [[1], [token], [2], [3]])
+            assert torch.equal(together[1:2], expected)
     finally:
         torch.set_num_threads(before)
 

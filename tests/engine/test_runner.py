@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager import LLM, SamplingParams
+from kvpager import LLM, SamplingParams, ops
 from kvpager.config import EngineConfig
 from kvpager.engine import build
 from kvpager.engine.build import can_capture
-from kvpager.graphs import decode_sizes
-from kvpager.runner import StepTensors
+from kvpager.runner import StepTensors, decode_sizes
 
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (13, 14, 9, 24, 16, 1)]
 PROMPTS = [[5 + n, *range(30, 36 + 2 * n)] for n in range(6)]
@@ -146,6 +145,54 @@ def test_recorded_steps_give_the_same(expected: list[Any]) -> None:
     assert recorder.replayed > 3 * recorder.recorded
     assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected
     assert recorder.recorded == len(tensors.replays)
+
+
+@pytest.mark.parametrize("fixed_split", [0, 4])
+@pytest.mark.parametrize("sizes", [(), (2, 5)])
+def test_a_split_plan_is_made_once_a_step_for_all_layers(
+    expected: list[Any], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], fixed_split: int
+) -> None:
+    """Each decode makes one plan and one workspace, and every layer gets those two; prefills make none."""
+    llm = make_llm()
+    llm.runner.plans_splits, llm.runner.fixed_split, llm.runner.decode_sizes = True, fixed_split, sizes
+    made, seen = [], []
+    make_split_plan, paged_attention, forward = ops.make_split_plan, ops.paged_attention, llm.runner.model.forward
+
+    def watched_make(seq_lens: torch.Tensor, **options: Any) -> torch.Tensor:
+        made.append(make_split_plan(seq_lens, **options))
+        return made[-1]
+
+    def watched_attention(*inputs: Any, **options: Any) -> torch.Tensor:
+        seen.append((options["split_plan"], options["workspace"]))
+        return paged_attention(*inputs, **options)
+
+    def watched_forward(input_ids: torch.Tensor, positions: torch.Tensor, cache: Any, metadata: Any) -> torch.Tensor:
+        made_before, seen_before = len(made) - (metadata.max_query_len == 1), len(seen)
+        hidden = forward(input_ids, positions, cache, metadata)
+        if metadata.max_query_len == 1 and metadata.split_plan is not None:
+            layers = seen[seen_before:]
+            assert len(layers) == llm.model_config.num_hidden_layers
+            assert len(made) == made_before + 1
+            assert all(plan is made[-1] and room is metadata.workspace for plan, room in layers)
+            assert (metadata.workspace == 0).all()
+        else:
+            assert metadata.split_plan is metadata.workspace is None
+        return hidden
+
+    monkeypatch.setattr(ops, "make_split_plan", watched_make)
+    monkeypatch.setattr(ops, "paged_attention", watched_attention)
+    monkeypatch.setattr(llm.runner.model, "forward", watched_forward)
+    assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert len(made) > 20
+    assert len(seen) >= len(made) * llm.model_config.num_hidden_layers
+
+
+def test_a_replayed_step_makes_its_plan_anew(expected: list[Any]) -> None:
+    """The plan is part of what is recorded, so a replay cuts by the lengths of its own step."""
+    llm = make_llm()
+    llm.runner.plans_splits, llm.runner.decode_sizes, llm.runner.capture = True, decode_sizes(5), Recorder()
+    llm.engine._tensors = StepTensors(llm.engine._batch.buffers[0], torch.device("cpu"), copied=True)
+    assert [output.outputs for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
 @pytest.mark.parametrize("most", range(1, 70))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-import kvpager.block_manager
-import kvpager.decode_batch
+import kvpager.manager
 import kvpager.reference
 
 sys.path.append(str(Path(__file__).parent))  # `driver` and `shadow`, which several test files use
@@ -18,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))  # `driver` and `shadow`, which seve
 import driver
 
 Make = Callable[..., Any]
-CLASSES = {"rust": kvpager.block_manager.KVBlockManager, "reference": kvpager.reference.KVBlockManager}
+CLASSES = {"rust": kvpager.manager.KVBlockManager, "reference": kvpager.reference.KVBlockManager}
 
 
 @pytest.fixture(params=["rust", "reference"])
@@ -44,7 +43,7 @@ class BatchKit:
 
 
 BATCH_KITS = {
-    "rust": BatchKit(CLASSES["rust"], kvpager.decode_batch.DecodeBatch, kvpager.decode_batch.BatchBuffers),
+    "rust": BatchKit(CLASSES["rust"], kvpager.manager.DecodeBatch, kvpager.manager.BatchBuffers),
     "reference": BatchKit(CLASSES["reference"], kvpager.reference.DecodeBatch, kvpager.reference.BatchBuffers),
 }
 

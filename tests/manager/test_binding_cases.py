@@ -7,7 +7,6 @@ from array import array
 import numpy as np
 import pytest
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
@@ -18,6 +17,7 @@ from kvpager.errors import (
     StateError,
     UnknownSequenceError,
 )
+from kvpager.manager import KVBlockManager
 
 
 def act(manager, rng, own, alive):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
@@ -20,6 +19,7 @@ from kvpager.errors import (
     StateError,
     UnknownSequenceError,
 )
+from kvpager.manager import KVBlockManager
 
 
 def act(manager, rng, own, alive, pins):

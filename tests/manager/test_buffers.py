@@ -202,13 +202,15 @@ def test_out_is_untouched_on_failure(manager, observe):
     before, out = observe(manager), array("q", [7] * 3)
     with pytest.raises(UnknownSequenceError):
         manager.slot_mapping_for_append([0, 1, 9], out=out)
+    long = array("q", [7] * 101)
     with pytest.raises(OutOfBlocksError):
-        manager.slot_mapping_for_append([0, 1, 2], [1, 1, 99], out=out)
+        manager.slot_mapping_for_append([0, 1, 2], [1, 1, 99], out=long)
     rows = array("i", [7] * 3)
     with pytest.raises(UnknownSequenceError):
         manager.get_block_table_tensor([0, 1, 9], out=rows)
     with pytest.raises(UnknownSequenceError):
         manager.get_seq_lens_tensor([0, 1, 9], out=rows)
     assert out.tolist() == [7] * 3
+    assert long.tolist() == [7] * 101
     assert rows.tolist() == [7] * 3
     assert observe(manager) == before

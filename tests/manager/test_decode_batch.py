@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from driver import answer, is_error, visible
 
-from kvpager.block_manager import KVBlockManager
-from kvpager.decode_batch import DecodeBatch
 from kvpager.errors import (
     ArgumentError,
     KVPagerError,
@@ -23,6 +21,7 @@ from kvpager.errors import (
     StateError,
     UnknownSequenceError,
 )
+from kvpager.manager import DecodeBatch, KVBlockManager
 
 BUFFERS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "changed")
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shadow import Shadow
 
-import kvpager.block_manager
+import kvpager.manager
 import kvpager.reference
 import kvpager.reference.pool
 
@@ -27,7 +27,7 @@ class Pair:
     def __init__(self, world, *, follow=True, equal_hashes=False):
         self.world = world
         self.reference = world.make(kvpager.reference.KVBlockManager)
-        self.rust = world.make(kvpager.block_manager.KVBlockManager, _equal_hashes=equal_hashes)
+        self.rust = world.make(kvpager.manager.KVBlockManager, _equal_hashes=equal_hashes)
         self.shadow = Shadow(self.reference) if follow else None
         self.operations = []
         self.seen = visible(self.reference)

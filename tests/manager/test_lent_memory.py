@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.errors import ArgumentError, KVPagerError, OutOfBlocksError
+from kvpager.manager import KVBlockManager
 
 PACKAGES = {"numpy": np.asarray, "torch": lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype))}
 DTYPES = ["int32", "int64"]

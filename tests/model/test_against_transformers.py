@@ -7,6 +7,7 @@ import torch
 
 from kvpager import LLM, SamplingParams
 from kvpager.config import ModelConfig
+from kvpager.verify import forward_eager
 
 TOLERANCE = 1e-4
 CHECKPOINTS = ("tiny", "16-8", "8-2", "14-2", "5-1", "qwen2", "llama")
@@ -116,11 +117,11 @@ def test_a_forked_sequence_goes_on_as_the_whole_text_would(lab: Any) -> None:
     prompt = lab.prompts("8-2")[1]
     runner = lab.runner("8-2", block_size=4, num_blocks=16)
     runner.block_manager.create_sequence(0)
-    runner.step([0], [prompt])
+    forward_eager(runner, [0], [prompt])
     runner.block_manager.fork_sequence(0, 1)
-    forked = runner.step([0, 1], [[7], [8]])
+    forked = forward_eager(runner, [0, 1], [[7], [8]])
     for row, token in enumerate((7, 8)):
         runner.block_manager.create_sequence(10 + row)
-        alone = runner.step([10 + row], [[*prompt, token]])
+        alone = forward_eager(runner, [10 + row], [[*prompt, token]])
         assert float((forked[row] - alone[0]).abs().max()) <= TOLERANCE
     assert runner.block_manager.stats.num_copies == 1

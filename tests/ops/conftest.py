@@ -18,26 +18,18 @@ import torch
 from torch import Tensor
 
 from kvpager import native, ops
-from kvpager.ops import attention, device_errors, dispatch, fused, layers, moves
-from kvpager.ops.schemas import SCHEMAS
+from kvpager.ops import device_errors
+from kvpager.ops.op import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Absolute error allowed against float64 on the same inputs of order 1: half a unit in the last place of the output.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
-# Where a wrapper's module keeps its op, as `_name`.
-WRAPPED = {
-    attention: ("paged_attention", "paged_prefill", "merge_attention"),
-    moves: ("write_kv", "copy_blocks", "swap_blocks", "update_tables", "gather_kv"),
-    fused: ("qk_norm_rope_write",),
-    layers: ("linear", "rms_norm", "silu_mul"),
-}
-
 
 def define_namespace(name: str) -> torch.library.Library:
     library = torch.library.Library(name, "DEF")
-    for op, schema in SCHEMAS.items():
-        library.define(op + schema)
+    for op in OPS.values():
+        library.define(op.name + op.schema)
     return library
 
 
@@ -64,8 +56,8 @@ def emulated_library() -> torch.library.Library:
 @pytest.fixture(scope="session")
 def reference_library() -> torch.library.Library:
     library = define_namespace("kvpager_reference")
-    for name, kernel in dispatch.REFERENCE_KERNELS.items():
-        library.impl(name, kernel, "CPU")
+    for op in OPS.values():
+        library.impl(op.name, op.checked_reference, "CPU")
     return library
 
 
@@ -105,10 +97,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     request.getfixturevalue(f"{name}_library")
     namespace = getattr(torch.ops, f"kvpager_{name}")
-    for module, names in WRAPPED.items():
-        for op in names:
-            monkeypatch.setattr(module, f"_{op}", getattr(namespace, op).default)
-    monkeypatch.setattr(device_errors, "_take_errors", namespace.take_errors.default)
+    for op in OPS.values():
+        monkeypatch.setattr(op, "call", getattr(namespace, op.name).default)
     if name == "emulated":
         monkeypatch.setattr(device_errors, "CHECKED", True)  # the kernels can't raise: ask after every call
         ops.check_errors("cpu")

@@ -56,7 +56,7 @@ def test_attention_wants_tensors(caches, argument, value, layout):
         attend(caches, **{**views, "layout": layout, argument: value})
 
 
-@pytest.mark.parametrize("argument", ["sinks", "key_scale", "schedule", "workspace", "out", "lse"])
+@pytest.mark.parametrize("argument", ["sinks", "key_scale", "split_plan", "workspace", "out", "lse"])
 def test_optional_tensors_are_tensors(caches, argument):
     with pytest.raises(ArgumentError, match=rf"`{argument}`: wanted a tensor or None, got int"):
         attend(caches, **{argument: 5})
@@ -107,7 +107,7 @@ def test_what_is_read_before_the_op_is_called():
     for call in (
         lambda: ops.gather_kv(None, None, None, None),
         lambda: ops.shared_prefix_attention(None, None, None, None, None, 0),
-        lambda: ops.make_schedule([1, 2], block_size=16),
+        lambda: ops.make_split_plan([1, 2], block_size=16),
         lambda: ops.linear(None, None),
         lambda: ops.rms_norm(None, None, eps=1e-6),
         lambda: ops.silu_mul(None, None),
@@ -217,7 +217,7 @@ def test_a_cache_attends_to_a_step(query, metadata, text):
         (lambda: ops.workspace_bytes(2, 4, 8, max_seq_len=6, num_parts=0), "`num_parts`: wanted at least 1, got 0"),
         (lambda: ops.workspace_bytes(2, 4, 8, max_seq_len=6, device=None), "`device`: wanted"),
         (
-            lambda: ops.make_schedule(torch.zeros(1, dtype=torch.int32), block_size=4, num_parts=1.5),
+            lambda: ops.make_split_plan(torch.zeros(1, dtype=torch.int32), block_size=4, num_parts=1.5),
             "`num_parts`: wanted a whole number of at most 63 bits, got 1.5",
         ),
     ],

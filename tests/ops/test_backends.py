@@ -14,9 +14,9 @@ import torch
 from kvpager import PagedKVCache, native, ops
 from kvpager.cache import AttentionMetadata
 from kvpager.errors import ArgumentError, ConfigError
-from kvpager.ops import backends
-from kvpager.ops.backends import call as call_module
-from kvpager.ops.backends import flash_attn, flashinfer
+from kvpager.ops.attention import backends
+from kvpager.ops.attention.backends import call as call_module
+from kvpager.ops.attention.backends import flash_attn, flashinfer
 
 BLOCK_SIZE = {"flashinfer": 16, "flash_attn 2": 256, "flash_attn 3": 16}
 MODULES = {"flashinfer": "flashinfer", "flash_attn 2": "flash_attn", "flash_attn 3": "flash_attn_interface"}
@@ -76,7 +76,7 @@ def backend(request, install):
         return name, BLOCK_SIZE[request.param], "cpu"
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if reason := importlib.import_module(f"kvpager.ops.backends.{name}").missing():
+    if reason := importlib.import_module(f"kvpager.ops.attention.backends.{name}").missing():
         pytest.skip(f"{name}: {reason}")
     return name, 256 if flash_attn._version() == 2 else 16, "cuda"
 
@@ -104,11 +104,9 @@ def test_decode_equals_the_reference(backend, make_case, tolerance, options, lay
     case = make_case(LENGTHS, dtype=dtype, head_dim=64, group=3, block_size=block_size, layout=layout)
     query = case.random(len(LENGTHS), case.num_heads, 64)
     paged, lengths = moved(case, device)
-    got = ops.paged_attention(
-        query.to(device), *paged, lengths, layout=layout, backend=name, return_lse=True, **options
-    )
+    got = ops.paged_attention_lse(query.to(device), *paged, lengths, layout=layout, backend=name, **options)
     hnd = [cache if layout == "HND" else cache.transpose(1, 2) for cache in (case.key_cache, case.value_cache)]
-    wanted = ops.reference.paged_attention(
+    wanted = ops.attention.reference.paged_attention(
         query, *hnd, case.block_tables, case.seq_lens, max_seq_len=512, **{"scale": 0.125, **options}
     )
     same(got, wanted, dtype, tolerance)
@@ -124,10 +122,8 @@ def test_prefill_equals_the_reference(backend, make_case, tolerance, options):
     starts = torch.tensor([0, 1, 31, 31, 48], dtype=torch.int32)
     query = case.random(50, case.num_heads, 128)  # two rows belong to nobody
     paged, lengths = moved(case, device)
-    got = ops.paged_prefill(
-        query.to(device), *paged, starts.to(device), lengths, backend=name, return_lse=True, **options
-    )
-    wanted = ops.reference.paged_prefill(
+    got = ops.paged_prefill_lse(query.to(device), *paged, starts.to(device), lengths, backend=name, **options)
+    wanted = ops.attention.reference.paged_prefill(
         query, case.key_cache, case.value_cache, case.block_tables, starts, case.seq_lens, max_query_len=50,
         max_seq_len=512, **{"scale": 128**-0.5, **options},
     )  # fmt: skip
@@ -245,16 +241,15 @@ def test_the_default_is_our_own(install, make_case):
 def test_auto_on_a_gpu_without_kernels_takes_what_is_installed(install, monkeypatch, make_case, there, chosen):
     install(*there)
     case = make_case([5], dtype=torch.float16, head_dim=64, block_size=16)
-    call = backends.AttentionCall.of(
-        case.random(1, 4, 64), case.key_cache, block_tables=case.block_tables, seq_lens=case.seq_lens,
-        query_start_loc=None, scale=None, max_query_len=1, max_seq_len=16,
-    )  # fmt: skip
+    tables = (case.block_tables, case.seq_lens)
+    call = backends.AttentionCall.of(case.random(1, 4, 64), case.key_cache, tables, {"max_seq_len": 16})
     object.__setattr__(call, "device", torch.device("cuda"))
+    monkeypatch.setattr(backends.AttentionCall, "of", lambda *_: call)
     monkeypatch.setattr(call_module, "HANDED_OFF_DEVICE", "cuda")
     monkeypatch.setattr(backends, "native_status", lambda: type("Status", (), {"cuda_kernels": False}))
     monkeypatch.setattr(flashinfer, "plan", lambda call: "flashinfer")
     monkeypatch.setattr(flash_attn, "plan", lambda call: "flash_attn_interface")
-    assert backends.planned("auto", call) == chosen
+    assert backends.planned("auto", None, None, (), {}) == chosen
 
 
 def test_a_cache_plans_a_step_once_for_all_layers(install, make_case):

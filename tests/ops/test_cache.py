@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpager import AttentionMetadata, PagedKVCache
+from kvpager.config import CacheConfig
 from kvpager.errors import ArgumentError, ConfigError
 
 ARRANGEMENTS = [(layout, block_major) for layout in ("HND", "NHD") for block_major in (False, True)]
@@ -115,25 +116,22 @@ def test_options_reach_the_kernels():
 
 
 def test_from_config():
-    counted = PagedKVCache.from_config(Config(), block_size=4, num_blocks=7, dtype=torch.bfloat16)
+    counted = PagedKVCache.from_config(Config(), CacheConfig(block_size=4, num_blocks=7), dtype=torch.bfloat16)
     assert (counted.num_layers, counted.num_blocks, counted.num_kv_heads, counted.head_dim) == (3, 7, 2, 8)
     per_block = counted.bytes_per_block
     for budget, num_blocks in ((7 * per_block, 7), (8 * per_block - 1, 7), (8 * per_block, 8)):
-        budgeted = PagedKVCache.from_config(
-            Config(), block_size=4, kv_cache_memory_bytes=budget, dtype=torch.bfloat16, layout="NHD", block_major=True
-        )
+        config = CacheConfig(block_size=4, kv_cache_memory_bytes=budget)
+        budgeted = PagedKVCache.from_config(Config(), config, dtype=torch.bfloat16, layout="NHD", block_major=True)
         assert budgeted.num_blocks == num_blocks
         assert (budgeted.layout, budgeted.block_major) == ("NHD", True)
     with pytest.raises(
         ConfigError, match=f"wanted at least {per_block} bytes \\(one block of 4 tokens\\), got {per_block - 1}"
     ):
-        PagedKVCache.from_config(Config(), block_size=4, kv_cache_memory_bytes=per_block - 1, dtype=torch.bfloat16)
+        PagedKVCache.from_config(
+            Config(), CacheConfig(block_size=4, kv_cache_memory_bytes=per_block - 1), dtype=torch.bfloat16
+        )
     with pytest.raises(ConfigError, match="got none"):
-        PagedKVCache.from_config(Config(), block_size=4)
-    with pytest.raises(ConfigError, match="got both"):
-        PagedKVCache.from_config(Config(), block_size=4, num_blocks=1, kv_cache_memory_bytes=10**6)
-    with pytest.raises(ConfigError, match="`block_size`: wanted at least 1, got 0"):
-        PagedKVCache.from_config(Config(), block_size=0, kv_cache_memory_bytes=10**6)
+        PagedKVCache.from_config(Config(), CacheConfig(block_size=4))
 
 
 def test_bad_shapes_and_pools_that_do_not_fit():

@@ -8,6 +8,7 @@ import torch
 
 from kvpager import native, ops
 from kvpager.errors import ArgumentError, SlotError
+from kvpager.ops.op import OPS
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
@@ -54,8 +55,8 @@ def test_moves_equal_the_reference():
     on_device = [cache.to(DEVICE) for cache in caches]
     ops.write_kv(*(row.to(DEVICE) for row in rows), *on_device, slots.to(DEVICE))
     ops.copy_blocks(on_device, pairs.to(DEVICE))
-    ops.reference.write_kv(*rows, *caches, slots)
-    ops.reference.copy_blocks(caches, pairs)
+    OPS["write_kv"].reference(*rows, *caches, slots)
+    OPS["copy_blocks"].reference(caches, pairs)
     for cache, wanted in zip(on_device, caches, strict=True):
         assert torch.equal(cache.cpu(), wanted)
 
@@ -79,7 +80,7 @@ def test_captured_graph_follows_new_lengths_and_tables(make_case):
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
-def test_a_captured_decode_allocates_nothing_and_follows_schedules(make_case, tolerance, codes):
+def test_a_captured_decode_allocates_nothing_and_follows_split_plans(make_case, tolerance, codes):
     """Schedule and workspace are static too; lengths, tables and cuts change between replays."""
     case = make_case([3000, 17, 0, 900], dtype=torch.bfloat16, num_kv_heads=4, group=4, head_dim=128, block_size=16)
     key_cache, value_cache, table, lengths = inputs_of(case)
@@ -94,21 +95,21 @@ def test_a_captured_decode_allocates_nothing_and_follows_schedules(make_case, to
         }
     query = case.random(4, 16, 128).to(DEVICE)
     num_parts = ops.default_num_parts(DEVICE, 4)
-    schedule = ops.make_schedule(lengths, block_size=16, num_kv_heads=4)
+    split_plan = ops.make_split_plan(lengths, block_size=16, num_kv_heads=4)
     size = ops.workspace_bytes(4, 16, 128, max_seq_len=table.shape[1] * 16, num_parts=num_parts)
     workspace, out = torch.zeros(size, dtype=torch.uint8, device=DEVICE), torch.empty_like(query)
     inputs = (query, key_cache, value_cache, table, lengths)
-    options = {"scale": 0.09, "schedule": schedule, "workspace": workspace, "out": out, **scales}
+    options = {"scale": 0.09, "split_plan": split_plan, "workspace": workspace, "out": out, **scales}
     ops.paged_attention(*inputs, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.paged_attention(*inputs, **options)
     for now in ([3000, 17, 0, 900], [1, 16, 0, 0], [2999, 5, 0, 899]):
         lengths.copy_(torch.tensor(now, dtype=torch.int32))
-        ops.make_schedule(lengths, block_size=16, num_parts=num_parts, out=schedule)
+        ops.make_split_plan(lengths, block_size=16, num_parts=num_parts, out=split_plan)
         graph.replay()
         host = [tensor.cpu() for tensor in inputs]
-        wanted, _ = ops.reference.paged_attention(
+        wanted, _ = ops.attention.reference.paged_attention(
             *host, scale=0.09, max_seq_len=4096, **{name: scale.cpu() for name, scale in scales.items()}
         )
         torch.testing.assert_close(out.float().cpu(), wanted, rtol=0, atol=tolerance[torch.bfloat16])
@@ -141,7 +142,7 @@ def test_quantised_writes_and_gathers_equal_the_reference(dtype):
     on_device = [tensor.to(DEVICE) for tensor in (*rows, *caches)]
     scales_on_device = {name: scale.to(DEVICE) for name, scale in scales.items()}
     ops.write_kv(*on_device, slots.to(DEVICE), **scales_on_device)
-    ops.reference.write_kv(*rows, *caches, slots, **scales)
+    OPS["write_kv"].reference(*rows, *caches, slots, **scales)
     for cache, wanted in zip(on_device[2:], caches, strict=True):
         assert torch.equal(cache.cpu().view(torch.uint8), wanted.view(torch.uint8))
     assert all(torch.equal(scales_on_device[name].cpu(), scale) for name, scale in scales.items())

@@ -49,9 +49,9 @@ def fused_query(case, num_tokens):
 def check_decode(case, options, tolerance):
     query = fused_query(case, len(case.lengths))
     guarded = torch.full((len(case.lengths) + 2, case.num_heads, case.head_dim), 77.0, dtype=case.dtype)
-    out, lse = ops.paged_attention(
+    out, lse = ops.paged_attention_lse(
         query, case.key_cache, case.value_cache, case.block_tables, case.seq_lens,
-        **options, layout=case.layout, out=guarded[1:-1], return_lse=True,
+        **options, layout=case.layout, out=guarded[1:-1],
     )  # fmt: skip
     assert (guarded[0] == 77).all()
     assert (guarded[-1] == 77).all()
@@ -72,9 +72,9 @@ def check_prefill(rng, case, options, tolerance):
         starts.append(starts[-1] + query_len)
     padding = rng.choice((0, 2))
     query = fused_query(case, starts[-1] + padding)
-    out, lse = ops.paged_prefill(
+    out, lse = ops.paged_prefill_lse(
         query, case.key_cache, case.value_cache, case.block_tables,
-        torch.tensor(starts, dtype=torch.int32), case.seq_lens, **options, layout=case.layout, return_lse=True,
+        torch.tensor(starts, dtype=torch.int32), case.seq_lens, **options, layout=case.layout,
     )  # fmt: skip
     assert (out[starts[-1] :] == 0).all()
     assert (lse[starts[-1] :] == -math.inf).all()
@@ -108,14 +108,14 @@ def test_blockwise_lesson_equals_gather(make_case, seed, blocks):
         caches = [cache.transpose(1, 2) for cache in caches]
     if blocks == "decode":
         query = fused_query(case, len(case.lengths))
-        got = ops.reference.paged_attention_blockwise(query, *caches, tables, lengths, **options)
-        wanted = ops.reference.paged_attention(query, *caches, tables, lengths, max_seq_len=10**6, **options)
+        got = ops.attention.reference.paged_attention_blockwise(query, *caches, tables, lengths, **options)
+        wanted = ops.attention.reference.paged_attention(query, *caches, tables, lengths, max_seq_len=10**6, **options)
     else:
         query_lens = [rng.randint(0, length) for length in case.lengths]
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         query = fused_query(case, int(starts[-1]))
-        got = ops.reference.paged_prefill_blockwise(query, *caches, tables, starts, lengths, **options)
-        wanted = ops.reference.paged_prefill(
+        got = ops.attention.reference.paged_prefill_blockwise(query, *caches, tables, starts, lengths, **options)
+        wanted = ops.attention.reference.paged_prefill(
             query, *caches, tables, starts, lengths, max_query_len=10**6, max_seq_len=10**6, **options
         )
     torch.testing.assert_close(got[0], wanted[0], rtol=0, atol=1e-6)
@@ -194,13 +194,13 @@ def test_merge_equals_attention_over_the_union(kernels, make_case, tolerance, dt
             caches = [torch.full((3, 2, 4, 8), math.nan, dtype=dtype) for _ in range(2)]
             slots = torch.arange(stop - first)
             ops.write_kv(case.keys[0][first:stop], case.values[0][first:stop], *caches, slots)
-            out, lse = ops.paged_attention(
-                query, *caches, table, torch.tensor([stop - first], dtype=torch.int32), scale=0.4, return_lse=True
+            out, lse = ops.paged_attention_lse(
+                query, *caches, table, torch.tensor([stop - first], dtype=torch.int32), scale=0.4
             )
             if first == stop:
                 out.fill_(math.nan)
             parts += [out, lse]
-        merged, merged_lse = ops.merge_attention(*parts, return_lse=True)
+        merged, merged_lse = ops.merge_attention_lse(*parts)
         torch.testing.assert_close(merged[0].double(), whole, rtol=0, atol=2 * tolerance[dtype])
         torch.testing.assert_close(merged_lse[0].double(), whole_lse, rtol=0, atol=1e-5)
         in_place = ops.merge_attention(*parts, out=parts[0], lse=parts[1])
@@ -209,9 +209,32 @@ def test_merge_equals_attention_over_the_union(kernels, make_case, tolerance, dt
         assert torch.equal(parts[1], merged_lse)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_f230_an_lse_of_plus_infinity_is_an_empty_part(kernels, dtype):
+    """What FlashAttention-2 reports for a part without positions; `out` of it is not read."""
+    T, H, D = 3, 5, 8
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(T, H, D, generator=generator).to(dtype) for _ in range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lse_a, lse_b = (torch.randn(T, H, generator=generator).to(wide) for _ in range(2))
+    whole = ops.merge_attention(a, lse_a, b, lse_b)
+    lse_a[:, [0, 2]], a[:, [0, 2]] = math.inf, math.nan  # head 0: a is empty
+    lse_b[:, [1, 2]], b[:, [1, 2]] = math.inf, math.nan  # head 1: b is; head 2: both are
+    lse_b[0, 2] = -math.inf
+    lse = torch.empty_like(lse_a)
+    merged = ops.merge_attention(a, lse_a, b, lse_b, lse=lse)
+    out = merged[0] if isinstance(merged, tuple) else merged
+    assert torch.equal(out[:, 0], b[:, 0])
+    assert torch.equal(out[:, 1], a[:, 1])
+    assert (out[:, 2] == 0).all()
+    assert torch.equal(out[:, 3:], whole[:, 3:])
+    torch.testing.assert_close(lse[:, :2], torch.stack([lse_b[:, 0], lse_a[:, 1]], dim=1))
+    assert (lse[:, 2] == -math.inf).all()
+
+
 def test_merge_of_two_empty_parts_is_empty(kernels):
     nothing, lse = torch.full((2, 3, 4), math.nan), torch.full((2, 3), -math.inf)
-    out, out_lse = ops.merge_attention(nothing, lse, nothing, lse, return_lse=True)
+    out, out_lse = ops.merge_attention_lse(nothing, lse, nothing, lse)
     assert (out == 0).all()
     assert (out_lse == -math.inf).all()
 

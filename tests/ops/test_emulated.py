@@ -7,6 +7,7 @@ import torch
 
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
+from kvpager.ops.op import OPS
 
 SEEDS = [1, 2, 3, 4]
 
@@ -33,7 +34,7 @@ def test_every_kernel_under_random_schedules(emulated, make_case, monkeypatch, t
     sinks = torch.randn(case.num_heads, generator=case.generator)
     options = {"scale": 0.2, "window": 7, "softcap": 3.0, "sinks": sinks}
     got = attend(emulated, case, options, query)
-    wanted = ops.reference.paged_attention(
+    wanted = ops.attention.reference.paged_attention(
         query, case.key_cache, case.value_cache, case.block_tables, case.seq_lens, max_seq_len=64, **options
     )
     torch.testing.assert_close(got[0].float(), wanted[0], rtol=0, atol=tolerance[dtype])
@@ -43,12 +44,12 @@ def test_every_kernel_under_random_schedules(emulated, make_case, monkeypatch, t
     out = torch.empty_like(query)
     inputs = (query, case.key_cache, case.value_cache, case.block_tables, starts, case.seq_lens)
     emulated.paged_prefill(out, None, *inputs, max_query_len=2, max_seq_len=64, **options)
-    wanted_prefill = ops.reference.paged_prefill(*inputs, max_query_len=2, max_seq_len=64, **options)
+    wanted_prefill = ops.attention.reference.paged_prefill(*inputs, max_query_len=2, max_seq_len=64, **options)
     torch.testing.assert_close(out.float(), wanted_prefill[0], rtol=0, atol=tolerance[dtype])
 
     merged, lse = torch.empty_like(query), got[1].clone()
     emulated.merge_attention(merged, lse, got[0], lse, out, got[1])
-    wanted_merge = ops.reference.merge_attention(got[0], got[1], out, got[1])
+    wanted_merge = ops.attention.reference.merge_attention(got[0], got[1], out, got[1])
     torch.testing.assert_close(merged.float(), wanted_merge[0], rtol=0, atol=tolerance[dtype])
     torch.testing.assert_close(lse, wanted_merge[1], rtol=0, atol=1e-6)
 
@@ -56,10 +57,10 @@ def test_every_kernel_under_random_schedules(emulated, make_case, monkeypatch, t
     wanted_caches = [cache.clone() for cache in caches]
     slots = torch.tensor([3, -1, 0, 17])
     emulated.write_kv(case.keys[3][:4], case.values[3][:4], *caches, slots)
-    ops.reference.write_kv(case.keys[3][:4], case.values[3][:4], *wanted_caches, slots)
+    OPS["write_kv"].reference(case.keys[3][:4], case.values[3][:4], *wanted_caches, slots)
     pairs = torch.tensor([[0, 2], [4, 1]])
     emulated.copy_blocks(caches, pairs)
-    ops.reference.copy_blocks(wanted_caches, pairs)
+    OPS["copy_blocks"].reference(wanted_caches, pairs)
     for cache, expected in zip(caches, wanted_caches, strict=True):
         assert torch.equal(cache.view(torch.int16), expected.view(torch.int16))
 

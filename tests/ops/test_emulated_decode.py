@@ -8,6 +8,7 @@ import torch
 
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
+from kvpager.ops.op import OPS
 
 NAN = math.nan
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -47,12 +48,12 @@ def as_hnd(tensor, layout):
 
 
 def attend(namespace, case, query, caches, scales, *, num_parts=None, workspace=False, fixed_split=0, **options):
-    """(out, lse) of the raw op; with a schedule of `num_parts` and a workspace, which must be left zeroed."""
+    """(out, lse) of the raw op; with a split plan of `num_parts` and a workspace, which must be left zeroed."""
     out, lse = torch.full(query.shape, 77.0, dtype=query.dtype), torch.full(query.shape[:2], 77.0)
     extra, room = {}, None
     bound = case.block_tables.shape[1] * case.block_size
     if num_parts is not None:
-        extra["schedule"] = ops.make_schedule(
+        extra["split_plan"] = ops.make_split_plan(
             case.seq_lens,
             block_size=case.block_size,
             window=options.get("window", 0),
@@ -122,7 +123,7 @@ def cut_case(make_case, lengths, **options):
 
 @pytest.mark.parametrize("window", [0, 50])
 def test_a_fixed_split_knows_neither_batch_nor_cuts(emulated, make_case, monkeypatch, window):
-    """Bit for bit: alone, in a batch, under any schedule and order of blocks."""
+    """Bit for bit: alone, in a batch, under any split plan and order of blocks."""
     lengths = [130, 5, 0, 97]
     case, query, caches = cut_case(make_case, lengths)
     options = {"scale": 0.2, "window": window, "fixed_split": 32}
@@ -143,14 +144,14 @@ def test_a_fixed_split_knows_neither_batch_nor_cuts(emulated, make_case, monkeyp
 
 
 @pytest.mark.parametrize("num_parts", [1, 5, 9])
-def test_a_schedule_of_other_lengths_gives_the_same(emulated, make_case, num_parts):
-    """What a captured graph meets: lengths move on, the schedule only when it is made anew."""
+def test_a_split_plan_of_other_lengths_gives_the_same(emulated, make_case, num_parts):
+    """What a captured graph meets: lengths move on, the split plan only when it is made anew."""
     case, query, caches = cut_case(make_case, [130, 0, 20, 64])
     moved = torch.tensor([17, 90, 0, 200], dtype=torch.int32)
-    schedule = ops.make_schedule(moved, block_size=16, num_parts=num_parts)
+    split_plan = ops.make_split_plan(moved, block_size=16, num_parts=num_parts)
     out, lse = torch.empty_like(query), torch.empty(4, 3)
     emulated.paged_attention(
-        out, lse, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=200, schedule=schedule
+        out, lse, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=200, split_plan=split_plan
     )
     check(case, query, (out, lse), scale=0.2)
 
@@ -169,7 +170,7 @@ def test_a_bad_row_is_skipped_whole(emulated, make_case, monkeypatch, seed, faul
     assert (got[0][1] == 77).all()
     assert (got[1][1] == 77).all()
     check(case, query, got, rows=(0, 2), scale=0.2)
-    monkeypatch.setattr(ops.device_errors, "_take_errors", emulated.take_errors.default)
+    monkeypatch.setattr(OPS["take_errors"], "call", emulated.take_errors.default)
     error, argument = (SlotError, "block_tables") if fault == "block" else (ArgumentError, "seq_lens")
     with pytest.raises(error, match=f"`{argument}`"):
         ops.check_errors("cpu")
@@ -178,34 +179,34 @@ def test_a_bad_row_is_skipped_whole(emulated, make_case, monkeypatch, seed, faul
 
 @pytest.mark.parametrize("kernels", ["emulated"], indirect=True)
 @pytest.mark.usefixtures("kernels")
-def test_bad_schedules_and_workspaces_are_refused(make_case):
+def test_bad_split_plans_and_workspaces_are_refused(make_case):
     case, query, caches = cut_case(make_case, [40, 9])
-    good = ops.make_schedule(case.seq_lens, block_size=16, num_parts=3)
+    good = ops.make_split_plan(case.seq_lens, block_size=16, num_parts=3)
     out = torch.full_like(query, 77.0)
 
     def attend(**options):
         ops.paged_attention(query, *caches, case.block_tables, case.seq_lens, out=out, **options)
 
     for entry, value in {0: 3, 1: 16, 2: 1, 5: -16, 4: 3, 8: 1, 9: 5}.items():
-        schedule = good.clone()
-        schedule[entry] = value
-        with pytest.raises(ArgumentError, match="`schedule`: wanted one that make_schedule made"):
-            attend(schedule=schedule)
-    for schedule in (good[:4], good[:-1], good.long()):
-        with pytest.raises(ArgumentError, match="`schedule`"):
-            attend(schedule=schedule)
+        split_plan = good.clone()
+        split_plan[entry] = value
+        with pytest.raises(ArgumentError, match="`split_plan`: wanted one that make_split_plan made"):
+            attend(split_plan=split_plan)
+    for split_plan in (good[:4], good[:-1], good.long()):
+        with pytest.raises(ArgumentError, match="`split_plan`"):
+            attend(split_plan=split_plan)
     with pytest.raises(ArgumentError, match="`workspace`: wanted at least"):
-        attend(schedule=good, workspace=torch.zeros(16, dtype=torch.uint8))
+        attend(split_plan=good, workspace=torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(ArgumentError, match="`workspace`: wanted an address that is a multiple of 16"):
-        attend(schedule=good, workspace=torch.zeros(99999, dtype=torch.uint8)[1:])
+        attend(split_plan=good, workspace=torch.zeros(99999, dtype=torch.uint8)[1:])
     with pytest.raises(ArgumentError, match="`fixed_split`"):
         attend(fixed_split=-1)
     assert (out == 77).all()
-    attend(schedule=good)
+    attend(split_plan=good)
 
 
 def test_which_kernel_takes_a_call(emulated, make_case):
-    """The rule of decode.cu. Only the tensor core kernel looks at a schedule's cuts: by a bad one it is known."""
+    """The rule of decode.cu. Only the tensor core kernel looks at a split plan's cuts: by a bad one it is known."""
 
     def taken(*, dtype=torch.bfloat16, head_dim=64, change=lambda query, *caches: (query, *caches)):
         case = make_case([20], dtype=dtype, head_dim=head_dim, block_size=16)
@@ -213,12 +214,12 @@ def test_which_kernel_takes_a_call(emulated, make_case):
         out = torch.empty(query.shape, dtype=dtype)
         bad = torch.tensor([1, 0, 0, 5, 1, 0], dtype=torch.int32)
         emulated.paged_attention(
-            out, None, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=20, schedule=bad
+            out, None, query, *caches, case.block_tables, case.seq_lens, scale=0.2, max_seq_len=20, split_plan=bad
         )
         word = torch.zeros(1, dtype=torch.int64)
         emulated.take_errors(word)
         if int(word) != 0:
-            assert ops.device_errors.DEVICE_ERRORS[int(word).bit_length() - 1][0] == "schedule"
+            assert ops.device_errors.DEVICE_ERRORS[int(word).bit_length() - 1][0] == "split_plan"
             return True
         wanted, _ = case.oracle(0, query[0], 19, scale=0.2)
         torch.testing.assert_close(out[0].double(), wanted, rtol=0, atol=1.6e-2)

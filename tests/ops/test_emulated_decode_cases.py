@@ -124,8 +124,8 @@ def test_b074_empty_rows_in_a_batch(make_case, num_parts):
     caches, tables = (case.key_cache, case.value_cache), case.block_tables
     for lengths in (case.seq_lens, torch.zeros_like(case.seq_lens)):
         out, lse = torch.full((5, 4, 64), NAN, dtype=torch.bfloat16), torch.full((5, 4), NAN)
-        schedule = None if num_parts is None else ops.make_schedule(lengths, block_size=4, num_parts=num_parts)
-        ops.paged_attention(torch.zeros_like(out), *caches, tables, lengths, out=out, lse=lse, schedule=schedule)
+        split_plan = None if num_parts is None else ops.make_split_plan(lengths, block_size=4, num_parts=num_parts)
+        ops.paged_attention(torch.zeros_like(out), *caches, tables, lengths, out=out, lse=lse, split_plan=split_plan)
         empty = lengths == 0
         assert (out[empty] == 0).all()
         assert (lse[empty] == -math.inf).all()
@@ -194,7 +194,7 @@ def test_every_code_is_read_as_torch_reads_it(dtype, codes_dtype):
         codes[codes == -128] = 5
     cache, zeros = codes.reshape(4, 1, 1, 64).view(codes_dtype), torch.zeros(4, 1, 1, 64, dtype=torch.int8)
     scale = torch.full((4, 1, 1), 0.5)
-    options = {"key_scale": scale, "value_scale": scale, "scale": 1.0, "return_lse": True}
+    options = {"key_scale": scale, "value_scale": scale, "scale": 1.0}
     inputs = torch.arange(4).int().reshape(4, 1), torch.ones(4).int()
     numbers = 0.5 * cache[:, 0, 0].float()
     query = torch.eye(64, dtype=dtype).expand(4, 64, 64)

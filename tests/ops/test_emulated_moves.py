@@ -8,7 +8,7 @@ import torch
 
 from kvpager import PagedKVCache, ops
 from kvpager.errors import SlotError
-from kvpager.ops import reference_fused
+from kvpager.ops.op import OPS
 
 pytestmark = [
     pytest.mark.parametrize("kernels", ["emulated"], indirect=True),
@@ -56,7 +56,7 @@ def test_b065_b085_b086_codes_are_those_of_the_specification(schedule, dtype, nu
     ops.write_kv(*rows, *caches, slots, key_scale=scales[0], value_scale=scales[1])
     got = cache.storage.clone()
     cache.storage.copy_(before)
-    ops.reference.write_kv(*rows, *caches, slots, key_scale=scales[0], value_scale=scales[1])
+    OPS["write_kv"].reference(*rows, *caches, slots, key_scale=scales[0], value_scale=scales[1])
     if dtype is torch.float8_e4m3fn and one:  # a NaN may lose its sign
         got[(got == 0xFF) & (cache.storage == 0x7F)] = 0x7F
     assert torch.equal(got, cache.storage)
@@ -83,7 +83,7 @@ def test_fused_equals_one_step_after_the_other(schedule, tolerance, number, dtyp
     wanted_caches = [cache.clone() for cache in caches]
     wanted_scales = [scale.clone() if scale is not None else None for scale in scales]
     wanted = torch.empty(T, H, D, dtype=number)
-    reference_fused.qk_norm_rope_write(
+    OPS["qk_norm_rope_write"].reference(
         wanted, *inputs, *wanted_caches, slots, eps=1e-6, key_scale=wanted_scales[0], value_scale=wanted_scales[1]
     )
     query = ops.qk_norm_rope_write(*inputs, *caches, slots, eps=1e-6, key_scale=scales[0], value_scale=scales[1])
@@ -110,7 +110,7 @@ def test_blocks_are_copied_at_any_alignment(schedule, dtype):
         cache = memory.permute(*(order.index(axis) for axis in range(len(shape))))[..., : rng.choice((shape[-1], 3))]
         wanted = memory.clone()
         wanted_cache = wanted.as_strided(cache.shape, cache.stride())
-        ops.reference.copy_blocks([wanted_cache], torch.tensor([[0, 5], [3, 1], [0, 4]]))
+        OPS["copy_blocks"].reference([wanted_cache], torch.tensor([[0, 5], [3, 1], [0, 4]]))
         ops.copy_blocks([cache], torch.tensor([[0, 5], [3, 1], [0, 4]]))
         assert torch.equal(bits(memory), bits(wanted))
 
@@ -148,6 +148,6 @@ def test_gather_widens_codes(schedule, dtype, number):
     table, lengths = torch.tensor([[3, 0, 1], [2, 4, 9]], dtype=torch.int32), torch.tensor([9, 8], dtype=torch.int32)
     key, value = ops.gather_kv(*caches, table, lengths, dtype=number, **named)
     wanted = [torch.empty_like(key) for _ in range(2)]
-    ops.reference.gather_kv(*wanted, *caches, table, lengths, torch.tensor([0, 9, 17]), **named)
+    OPS["gather_kv"].reference(*wanted, *caches, table, lengths, torch.tensor([0, 9, 17]), **named)
     assert torch.equal(key, wanted[0])
     assert torch.equal(value, wanted[1])

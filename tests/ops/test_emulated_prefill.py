@@ -47,9 +47,9 @@ class Batch:
 
     def attend(self, *, max_seq_len=4096, **options):
         """With room for long sequences by default, so that few rows are cut over several blocks."""
-        return ops.paged_prefill(
+        return ops.paged_prefill_lse(
             self.query, *self.caches, self.table, self.starts, self.lengths, max_seq_len=max_seq_len,
-            max_query_len=int(self.starts.diff().max()), return_lse=True, **self.options, **options,
+            max_query_len=int(self.starts.diff().max()), **self.options, **options,
         )  # fmt: skip
 
     def reference(self, *, scale, sinks=None, **options):
@@ -61,7 +61,7 @@ class Batch:
         ]
         if self.options["layout"] == "NHD":
             wide = [cache.transpose(1, 2) for cache in wide]
-        return ops.reference.paged_prefill(
+        return ops.attention.reference.paged_prefill(
             self.query.double(), *wide, self.table, self.starts, self.lengths, scale=scale,
             sinks=None if sinks is None else sinks.double(), max_query_len=10**6, max_seq_len=10**6, **options,
         )  # fmt: skip
@@ -155,7 +155,7 @@ def test_other_calls_take_the_plain_kernel():
         caches = [cache[..., dims] for cache in (keys, values)]
         out = ops.paged_prefill(query[..., dims], *caches, table, bounds[:2], bounds[2:], scale=0.1)
         wide = [cache.double() for cache in caches]
-        wanted = ops.reference.paged_prefill(
+        wanted = ops.attention.reference.paged_prefill(
             query[..., dims].double(), *wide, table, bounds[:2], bounds[2:], scale=0.1, max_query_len=9, max_seq_len=48
         )[0]
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1.6e-2)

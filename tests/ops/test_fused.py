@@ -88,7 +88,7 @@ def check(arguments):
 @BOTH
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_equals_norm_turn_write(kernels, dtype, layout):
+def test_equals_qk_norm_rope_write(kernels, dtype, layout):
     check(step(dtype, layout=layout))
 
 

@@ -73,7 +73,7 @@ OPS = {
         lambda: {"block_tables": torch.zeros(3, 2, dtype=torch.int32), "changed": ints(0, 1, 5).reshape(1, 3)},
         ("block_tables",),
     ),
-    "make_schedule": (
+    "make_split_plan": (
         lambda: {"seq_lens": ints(3), "block_size": S, "num_parts": 1, "out": torch.zeros(6, dtype=torch.int32)},
         ("out",),
     ),
@@ -110,7 +110,7 @@ CASES = [
     for op, (_, written) in OPS.items()
     for argument in written
     for overlapping in (expanded, sliding)
-    if (op, overlapping) != ("make_schedule", sliding)
+    if (op, overlapping) != ("make_split_plan", sliding)
 ]
 
 

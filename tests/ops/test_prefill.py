@@ -67,9 +67,9 @@ def draw(seed):
 @pytest.mark.usefixtures("isa")
 def test_equals_the_float64_reference(tolerance, seed):
     query, caches, table, starts, lengths, options = draw(seed)
-    out, lse = ops.paged_prefill(query, *caches, table, starts, lengths, **options, return_lse=True)
+    out, lse = ops.paged_prefill_lse(query, *caches, table, starts, lengths, **options)
     wide = {**options, "sinks": None if options["sinks"] is None else options["sinks"].double()}
-    wanted, wanted_lse = ops.reference.paged_prefill(
+    wanted, wanted_lse = ops.attention.reference.paged_prefill(
         query.double(), *(cache.double() for cache in caches), table, starts, lengths,
         max_query_len=10**6, max_seq_len=10**6, **wide,
     )  # fmt: skip
@@ -114,10 +114,10 @@ def test_a_group_larger_than_a_tile_is_cut():
     )  # fmt: skip
     query = torch.randn(1, 900, 32, generator=generator)
     bounds = torch.tensor([0, 1, 150], dtype=torch.int32)
-    out, lse = ops.paged_prefill(query, *caches, table, bounds[:2], bounds[2:], return_lse=True)
+    out, lse = ops.paged_prefill_lse(query, *caches, table, bounds[:2], bounds[2:])
     for head in (0, 191, 192, 449, 450, 899):
         few = torch.stack([query[0, head % 450], query[0, 450 + head % 450]])[None]
-        alone, lse_alone = ops.paged_prefill(few, *caches, table, bounds[:2], bounds[2:], return_lse=True)
+        alone, lse_alone = ops.paged_prefill_lse(few, *caches, table, bounds[:2], bounds[2:])
         assert torch.equal(alone[0, head // 450], out[0, head])
         assert torch.equal(lse_alone[0, head // 450], lse[0, head])
 
@@ -151,8 +151,8 @@ def test_merge_equals_the_reference(tolerance, dtype):
     lses = lses.to(torch.float64 if dtype is torch.float64 else torch.float32)
     lses[0, 1, 3] = lses[1, 2, 4] = lses[0, 4, 16] = lses[1, 4, 16] = -math.inf
     parts[lses == -math.inf] = math.nan
-    out, lse = ops.merge_attention(parts[0], lses[0], parts[1], lses[1], return_lse=True)
-    wanted, wanted_lse = ops.reference.merge_attention(
+    out, lse = ops.merge_attention_lse(parts[0], lses[0], parts[1], lses[1])
+    wanted, wanted_lse = ops.attention.reference.merge_attention(
         parts[0].double(), lses[0].double(), parts[1].double(), lses[1].double()
     )
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance[dtype])

@@ -4,7 +4,6 @@ Property 9: nothing unwritten, padded or skipped has a part in a result. Propert
 block ids give the oracle's value. Property 11: each setting changes the result by the amount predicted, in every path.
 """
 
-import inspect
 import math
 import random
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from kvpager import ops
+from kvpager.errors import ArgumentError
 
 NATIVE_AND_REFERENCE = pytest.mark.parametrize("kernels", ["native", "reference", "emulated"], indirect=True)
 
@@ -62,23 +62,21 @@ def whole_step(seed, fill, illegal):
     rows = [torch.cat([filled(skipped, K, D), random_rows(T, K, D), filled(3, K, D)]) for _ in range(2)]
     ops.write_kv(*rows, *caches, order)
 
-    options = {"window": rng.choice((0, 3)), "softcap": rng.choice((0.0, 2.0)), "return_lse": True}
+    options = {"window": rng.choice((0, 3)), "softcap": rng.choice((0.0, 2.0))}
     lens = ints(*lengths)
     query = random_rows(3, H, D)
-    decoded = ops.paged_attention(
+    decoded = ops.paged_attention_lse(
         query, *caches, table, lens, **options, out=filled(3, H, D), lse=filled(3, H, of=wide)
     )
     query_lens = [rng.randint(0, length) for length in lengths]
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     queries = torch.cat([random_rows(int(starts[-1]), H, D), filled(2, H, D)])
-    prefilled = ops.paged_prefill(
+    prefilled = ops.paged_prefill_lse(
         queries, *caches, table, starts, lens, **options,
         out=filled(len(queries), H, D), lse=filled(len(queries), H, of=wide),
     )  # fmt: skip
     empty = torch.full((3, H), -math.inf, dtype=wide)
-    merged = ops.merge_attention(
-        *decoded, filled(3, H, D), empty, out=filled(3, H, D), lse=filled(3, H, of=wide), return_lse=True
-    )
+    merged = ops.merge_attention_lse(*decoded, filled(3, H, D), empty, out=filled(3, H, D), lse=filled(3, H, of=wide))
     assert torch.equal(merged[0], decoded[0])  # an empty part changes nothing
     # The fused op, into the slots of the same tokens; the skipped rows have queries, but no slot.
     qkv = torch.cat([random_rows(skipped + T, (H + 2 * K) * D), filled(2, (H + 2 * K) * D)])
@@ -213,15 +211,15 @@ def attend(path, keys, values, query, **options):
         cache.view(-1)[:n] = torch.tensor(rows, dtype=torch.float32)
     table, lens = torch.arange(-(-n // 2), dtype=torch.int32)[None], ints(n)
     one = torch.tensor([[[float(query)]]])
-    options = {"return_lse": True, "scale": 1.0, **options}
+    options = {"scale": 1.0, **options}
     if path == "decode":
-        out, lse = ops.paged_attention(one, *caches, table, lens, **options)
+        out, lse = ops.paged_attention_lse(one, *caches, table, lens, **options)
     elif path == "prefill":
-        out, lse = ops.paged_prefill(one.expand(n, 1, 1), *caches, table, ints(0, n), lens, **options)
+        out, lse = ops.paged_prefill_lse(one.expand(n, 1, 1), *caches, table, ints(0, n), lens, **options)
     elif path == "chunk":  # two tokens on a cached prefix
-        out, lse = ops.paged_prefill(one.expand(2, 1, 1), *caches, table, ints(0, 2), lens, **options)
+        out, lse = ops.paged_prefill_lse(one.expand(2, 1, 1), *caches, table, ints(0, 2), lens, **options)
     else:
-        out, lse = ops.shared_prefix_attention(one, *caches, table, lens, 2, **options)
+        out, lse = ops.shared_prefix_attention_lse(one, *caches, table, lens, 2, **options)
     return float(out[-1, 0, 0]), float(lse[-1, 0])
 
 
@@ -267,8 +265,9 @@ class TestProperty11:
 
     def test_window(self, kernels, path):
         if path == "shared prefix":
-            # A window has no shared prefix: the op takes none, rather than one that it ignores.
-            assert "window" not in inspect.signature(ops.shared_prefix_attention).parameters
+            # A window has no shared prefix: the op refuses one, rather than ignoring it.
+            with pytest.raises(ArgumentError, match="`window`: wanted none beside a shared prefix, got 3"):
+                attend(path, KEYS, VALUES, QUERY, window=3)
             return
         results = set()
         for window in range(1, 6):

@@ -154,9 +154,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, dtype, number):
     out = ops.paged_attention(query, zeros, cache, *rest, key_scale=scale, value_scale=scale)
     torch.testing.assert_close(out[:, 0], wanted.to(number), rtol=0, atol=0, equal_nan=True)
     query[:, :, -1] = 1
-    _, lse = ops.paged_attention(
-        query, cache, zeros, *rest, key_scale=scale, value_scale=scale, scale=1.0, return_lse=True
-    )
+    _, lse = ops.paged_attention_lse(query, cache, zeros, *rest, key_scale=scale, value_scale=scale, scale=1.0)
     torch.testing.assert_close(lse[:, 0], wanted[:, -1], rtol=1e-6, atol=0, equal_nan=True)
 
 

@@ -45,8 +45,8 @@ def test_b084_prefill_is_that_over_the_dequantised_cache(tolerance, dtype, singl
     query = torch.randn(200, 6, 40, generator=generator).to(rows)
     bounds = torch.tensor([0, 200, 300], dtype=torch.int32)
     options = {"window": 170, "softcap": 5.0}
-    out, lse = ops.paged_prefill(query, *caches, table, bounds[:2], bounds[2:], **scales, **options, return_lse=True)
-    wanted, wanted_lse = ops.reference.paged_prefill(
+    out, lse = ops.paged_prefill_lse(query, *caches, table, bounds[:2], bounds[2:], **scales, **options)
+    wanted, wanted_lse = ops.attention.reference.paged_prefill(
         query.double(), *(cache.double() for cache in plain), table, bounds[:2], bounds[2:],
         scale=40**-0.5, max_query_len=200, max_seq_len=10**6, **options,
     )  # fmt: skip
@@ -216,7 +216,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(head_dim):
     scales = {"key_scale": torch.full((1,), 1 / 127), "value_scale": torch.full((1,), 1 / 127)}
     query = torch.ones(1, 4, head_dim, dtype=torch.bfloat16)
     table, length = torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32)
-    out, lse = ops.paged_attention(query, *caches, table, length, **scales, scale=1 / head_dim, return_lse=True)
+    out, lse = ops.paged_attention_lse(query, *caches, table, length, **scales, scale=1 / head_dim)
     torch.testing.assert_close(out, torch.ones_like(query), rtol=0, atol=0)
     wanted = torch.tensor([1.0] * 32 + [-1.0] * 32).logsumexp(0).expand(1, 4)
     torch.testing.assert_close(lse, wanted, rtol=0, atol=1e-4)

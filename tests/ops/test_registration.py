@@ -8,7 +8,7 @@ import torch
 
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
-from kvpager.ops.schemas import SCHEMAS, registered_op
+from kvpager.ops.op import OPS
 
 
 def arguments_of(name):
@@ -53,17 +53,17 @@ def arguments_of(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", OPS)
 def test_opcheck(name):
     args, kwargs = arguments_of(name)
-    torch.library.opcheck(registered_op(name), args, kwargs)
+    torch.library.opcheck(OPS[name].call, args, kwargs)
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "paged_prefill"])
 def test_opcheck_without_options(name):
     args, kwargs = arguments_of(name)
     required = {key: kwargs[key] for key in ("scale", "max_seq_len", "max_query_len") if key in kwargs}
-    torch.library.opcheck(registered_op(name), (args[0], None, *args[2:]), required)
+    torch.library.opcheck(OPS[name].call, (args[0], None, *args[2:]), required)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -74,9 +74,9 @@ def test_compiled_once_for_twenty_lengths():
     def step(query, key, value, key_cache, value_cache, slots, table, lengths, starts, pairs, max_seq_len):
         ops.copy_blocks([key_cache, value_cache], pairs)
         ops.write_kv(key, value, key_cache, value_cache, slots)
-        bounds = {"max_seq_len": max_seq_len, "return_lse": True}
-        decode = ops.paged_attention(query * 2, key_cache, value_cache, table, lengths, **bounds)
-        prefill = ops.paged_prefill(query, key_cache, value_cache, table, starts, lengths, **bounds)
+        bounds = {"max_seq_len": max_seq_len}
+        decode = ops.paged_attention_lse(query * 2, key_cache, value_cache, table, lengths, **bounds)
+        prefill = ops.paged_prefill_lse(query, key_cache, value_cache, table, starts, lengths, **bounds)
         return ops.merge_attention(*decode, *prefill) + 1
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -111,7 +111,7 @@ def test_meta_tensors_give_shapes():
     cache = torch.empty(5, 2, 4, 8, device="meta", dtype=torch.bfloat16)
     table = torch.empty(3, 2, device="meta", dtype=torch.int32)
     lengths = torch.empty(3, device="meta", dtype=torch.int32)
-    out, lse = ops.paged_attention(query, cache, cache, table, lengths, return_lse=True)
+    out, lse = ops.paged_attention_lse(query, cache, cache, table, lengths)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((3, 4, 8), torch.bfloat16, (3, 4), torch.float32)
 
 
@@ -206,7 +206,7 @@ def test_bad_pairs_copy_nothing(kernels, given):
 @pytest.mark.usefixtures("kernels")
 def test_raw_calls_with_wrong_shapes_are_refused(name):
     """The C++ entry points are safe without the wrappers: each tensor in turn is cut short or of another dtype."""
-    op = getattr(ops.attention if "attention" in name or name == "paged_prefill" else ops.moves, f"_{name}")
+    op = OPS[name].call
     args, kwargs = arguments_of(name)
     op(*args, **kwargs)
     refused = 0

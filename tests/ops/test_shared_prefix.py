@@ -47,10 +47,8 @@ def test_decode_equals_plain(kernels, tolerance, dtype, layout, options):
     if "sinks" in options:
         options = {"sinks": torch.randn(H, generator=generator).to(wide)}
     query = torch.randn(4, H, 16, generator=generator).to(dtype)
-    out, lse = ops.shared_prefix_attention(
-        query, *caches, table, lengths, 12, layout=layout, return_lse=True, **options
-    )
-    wanted, wanted_lse = ops.paged_attention(query, *caches, table, lengths, layout=layout, return_lse=True, **options)
+    out, lse = ops.shared_prefix_attention_lse(query, *caches, table, lengths, 12, layout=layout, **options)
+    wanted, wanted_lse = ops.paged_attention_lse(query, *caches, table, lengths, layout=layout, **options)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2 * tolerance[dtype])
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-5)
 
@@ -61,10 +59,8 @@ def test_prefill_equals_plain(kernels, tolerance, prefix_len):
     caches, table, lengths, H, generator = batch(torch.float32, "HND")
     starts = torch.tensor([0, 1, 5, 5, 9], dtype=torch.int32)
     query = torch.randn(11, 2 * H, 16, generator=generator)[:, ::2]  # a strided view
-    out, lse = ops.shared_prefix_attention(
-        query, *caches, table, lengths, prefix_len, query_start_loc=starts, return_lse=True
-    )
-    wanted, wanted_lse = ops.paged_prefill(query, *caches, table, starts, lengths, return_lse=True)
+    out, lse = ops.shared_prefix_attention_lse(query, *caches, table, lengths, prefix_len, query_start_loc=starts)
+    wanted, wanted_lse = ops.paged_prefill_lse(query, *caches, table, starts, lengths)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2 * tolerance[torch.float32])
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-5)
     assert (out[9:] == 0).all()

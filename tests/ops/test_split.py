@@ -1,4 +1,4 @@
-"""Sequences cut over threads: schedules, fixed splits, workspaces, and the moves between caches."""
+"""Sequences cut over threads: split plans, fixed splits, workspaces, and the moves between caches."""
 
 import math
 
@@ -48,28 +48,28 @@ def check(case, query, out, lse, tolerance, **options):
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("fixed_split", [0, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_schedule_gives_the_same_numbers(
+def test_any_split_plan_gives_the_same_numbers(
     kernels, make_case, tolerance, threads, num_parts, window, fixed_split, dtype
 ):
     threads(2)
     case = make_case(LENGTHS, block_size=8, head_dim=16, group=3, dtype=dtype)
     query, *rest = arguments_of(case)
     sinks = torch.randn(case.num_heads, generator=case.generator)
-    schedule = ops.make_schedule(
+    split_plan = ops.make_split_plan(
         case.seq_lens, block_size=8, window=window, fixed_split=fixed_split, num_parts=num_parts
     )
     size = ops.workspace_bytes(7, case.num_heads, 16, max_seq_len=700, fixed_split=fixed_split, num_parts=num_parts)
     workspace = torch.zeros(size, dtype=torch.uint8)
-    options = {"scale": 0.2, "window": window, "sinks": sinks, "fixed_split": fixed_split, "return_lse": True}
-    out, lse = ops.paged_attention(query, *rest, **options, schedule=schedule, workspace=workspace)
+    options = {"scale": 0.2, "window": window, "sinks": sinks, "fixed_split": fixed_split}
+    out, lse = ops.paged_attention(query, *rest, **options, split_plan=split_plan, workspace=workspace)
     assert (workspace == 0).all()
     check(case, query, out, lse, tolerance, window=window, sinks=sinks)
-    again = ops.paged_attention(query, *rest, **options, schedule=schedule)
+    again = ops.paged_attention(query, *rest, **options, split_plan=split_plan)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
 
 
-def test_the_kernel_cuts_as_the_schedule_does(make_case, threads, tolerance):
+def test_the_kernel_cuts_as_the_split_plan_does(make_case, threads, tolerance):
     """Big enough for the kernel to cut by itself: same cuts, same bits; and right ones."""
     threads(2)
     case = make_case([1500, 3, 0, 700], num_kv_heads=4, block_size=16, head_dim=64, group=2)
@@ -77,9 +77,9 @@ def test_the_kernel_cuts_as_the_schedule_does(make_case, threads, tolerance):
     bytes_of_kv = 2 * sum(case.lengths) * 4 * 64 * 4
     num_parts = min(8, bytes_of_kv // (256 * 1024))
     assert num_parts > 2
-    schedule = ops.make_schedule(case.seq_lens, block_size=16, num_parts=num_parts)
-    own, lse = ops.paged_attention(query, *rest, scale=0.2, return_lse=True)
-    assert torch.equal(own, ops.paged_attention(query, *rest, scale=0.2, schedule=schedule))
+    split_plan = ops.make_split_plan(case.seq_lens, block_size=16, num_parts=num_parts)
+    own, lse = ops.paged_attention_lse(query, *rest, scale=0.2)
+    assert torch.equal(own, ops.paged_attention(query, *rest, scale=0.2, split_plan=split_plan))
     check(case, query, own, lse, tolerance)
 
 
@@ -87,21 +87,21 @@ def test_the_kernel_cuts_as_the_schedule_does(make_case, threads, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threads, dtype, window):
-    """Bit for bit: alone, in a batch, on one thread or two, under any schedule."""
+    """Bit for bit: alone, in a batch, on one thread or two, under any split plan."""
     case = make_case([900, 5, 333, 0, 512], num_kv_heads=2, block_size=16, head_dim=64, group=2, dtype=dtype)
     query, key_cache, value_cache, tables, lengths = arguments_of(case)
-    options = {"fixed_split": 128, "window": window, "return_lse": True}
+    options = {"fixed_split": 128, "window": window}
     threads(1)
     wanted = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options)
     for count in (1, 2, 3):
         threads(count)
         for num_parts in (None, 1, 5, 40):
-            schedule = None
+            split_plan = None
             if num_parts is not None:
-                schedule = ops.make_schedule(
+                split_plan = ops.make_split_plan(
                     lengths, block_size=16, window=window, fixed_split=128, num_parts=num_parts
                 )
-            got = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options, schedule=schedule)
+            got = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options, split_plan=split_plan)
             assert torch.equal(got[0], wanted[0])
             assert torch.equal(got[1], wanted[1])
         for row in range(5):
@@ -111,30 +111,33 @@ def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threa
             assert torch.equal(got[1], wanted[1][one])
 
 
-def test_parts_of_a_schedule_are_even():
+def test_parts_of_a_split_plan_are_even():
     lengths = ints(7, 1000, 0, 30, 2963)
-    schedule = ops.make_schedule(lengths, block_size=8, num_parts=4)
-    assert schedule.tolist() == [5, 0, 0, 0, 1, 992, 4, 960, 4, 1960, 5, 0]
-    window = ops.make_schedule(lengths, block_size=8, num_parts=2, window=100)
+    split_plan = ops.make_split_plan(lengths, block_size=8, num_parts=4)
+    assert split_plan.tolist() == [5, 0, 0, 0, 1, 992, 4, 960, 4, 1960, 5, 0]
+    window = ops.make_split_plan(lengths, block_size=8, num_parts=2, window=100)
     assert window.tolist() == [5, 0, 0, 0, 3, 8, 5, 0]
-    assert ops.make_schedule(ints(), block_size=8, num_parts=3).tolist() == [0] * 10
+    few = ops.make_split_plan(lengths, block_size=8, num_parts=4, min_part_tokens=int(lengths.sum()) // 2)
+    two = ops.make_split_plan(lengths, block_size=8, num_parts=2)
+    assert few.tolist() == [*two.tolist(), *[len(lengths), 0] * 2]
+    assert ops.make_split_plan(ints(), block_size=8, num_parts=3).tolist() == [0] * 10
     out = torch.empty(12, dtype=torch.int32)
-    assert ops.make_schedule(lengths, block_size=8, num_parts=4, out=out) is out
+    assert ops.make_split_plan(lengths, block_size=8, num_parts=4, out=out) is out
     for wrong in ({"block_size": 0}, {"block_size": 8, "window": -1}, {"block_size": 8, "num_parts": 0}):
         with pytest.raises(ArgumentError, match="wanted at least"):
-            ops.make_schedule(lengths, **wrong)
+            ops.make_split_plan(lengths, **wrong)
     with pytest.raises(ArgumentError, match="`out`"):
-        ops.make_schedule(lengths, block_size=8, num_parts=4, out=out[:4])
+        ops.make_split_plan(lengths, block_size=8, num_parts=4, out=out[:4])
     with pytest.raises(ArgumentError, match="`seq_lens`"):
-        ops.make_schedule(lengths.long(), block_size=8)
+        ops.make_split_plan(lengths.long(), block_size=8)
 
 
 @kernels_on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bad_schedules_and_workspaces_are_refused(kernels, make_case, dtype):
+def test_bad_split_plans_and_workspaces_are_refused(kernels, make_case, dtype):
     case = make_case([40, 9], block_size=8, dtype=dtype)
     query, *rest = arguments_of(case)
-    good = ops.make_schedule(case.seq_lens, block_size=8, num_parts=3)
+    good = ops.make_split_plan(case.seq_lens, block_size=8, num_parts=3)
     out = torch.full_like(query, 77.0)
 
     def attend(**options):
@@ -145,15 +148,15 @@ def test_bad_schedules_and_workspaces_are_refused(kernels, make_case, dtype):
         "row 3, position": (4, 3), "row 0, position -8": (7, -8), "row 2, position 5": (9, 5),
     }  # fmt: skip
     for got, (entry, value) in bad.items():
-        schedule = good.clone()
-        schedule[entry] = value
-        with pytest.raises(ArgumentError, match=rf"`schedule`: wanted one that make_schedule made .* got .*{got}"):
-            attend(schedule=schedule)
-    for schedule in (good[:4], good[:-1]):
-        with pytest.raises(ArgumentError, match=r"`schedule`: .* entries"):
-            attend(schedule=schedule)
-    with pytest.raises(ArgumentError, match=r"`schedule`: wanted \[any\] int32"):
-        attend(schedule=good.long())
+        split_plan = good.clone()
+        split_plan[entry] = value
+        with pytest.raises(ArgumentError, match=rf"`split_plan`: wanted one that make_split_plan made .* got .*{got}"):
+            attend(split_plan=split_plan)
+    for split_plan in (good[:4], good[:-1]):
+        with pytest.raises(ArgumentError, match=r"`split_plan`: .* entries"):
+            attend(split_plan=split_plan)
+    with pytest.raises(ArgumentError, match=r"`split_plan`: wanted \[any\] int32"):
+        attend(split_plan=good.long())
     with pytest.raises(ArgumentError, match="`fixed_split`: wanted 0"):
         attend(fixed_split=-1)
     with pytest.raises(ArgumentError, match=r"`workspace`: wanted \[any\] uint8"):
@@ -161,7 +164,7 @@ def test_bad_schedules_and_workspaces_are_refused(kernels, make_case, dtype):
     assert (out == 77).all()
     if kernels.name == "native" and dtype is torch.float32:
         with pytest.raises(ArgumentError, match="`workspace`: wanted at least"):
-            attend(schedule=good, workspace=torch.zeros(16, dtype=torch.uint8))
+            attend(split_plan=good, workspace=torch.zeros(16, dtype=torch.uint8))
         assert (out == 77).all()
 
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-#include "../../numbers.h"
+#include "../../types.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 
@@ -87,26 +87,26 @@ KVPAGER_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* target) {
   _mm_storeu_ps(target, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-// Units: kPair elements of 16 bits. dot_int16 adds the products of neighbours in pairs to kWidth sums.
-#define KVPAGER_HAS_UNIT_DOTS 1
-using Units = __m256i;
-KVPAGER_INLINE Units no_units() { return _mm256_setzero_si256(); }
-KVPAGER_INLINE Units bits_of(Vec v) { return _mm256_castps_si256(v); }
-KVPAGER_INLINE Vec as_floats(Units units) { return _mm256_castsi256_ps(units); }
-KVPAGER_INLINE Units load_units(const int8_code* source) {
+// Vec16: kPair elements of 16 bits. dot_int16 adds the products of neighbours in pairs to kWidth sums.
+#define KVPAGER_HAS_DOT16 1
+using Vec16 = __m256i;
+KVPAGER_INLINE Vec16 zero16() { return _mm256_setzero_si256(); }
+KVPAGER_INLINE Vec16 bits_of(Vec v) { return _mm256_castps_si256(v); }
+KVPAGER_INLINE Vec as_floats(Vec16 elements) { return _mm256_castsi256_ps(elements); }
+KVPAGER_INLINE Vec16 load16(const int8_code* source) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
-KVPAGER_INLINE Units load_units_partial(const int8_code* source, int64_t count) {
+KVPAGER_INLINE Vec16 load16_partial(const int8_code* source, int64_t count) {
   int8_code padded[2 * kWidth] = {};
   memcpy(padded, source, count);
-  return load_units(padded);
+  return load16(padded);
 }
-KVPAGER_INLINE Units zip_low(Units a, Units b) { return _mm256_unpacklo_epi16(a, b); }
-KVPAGER_INLINE Units zip_high(Units a, Units b) { return _mm256_unpackhi_epi16(a, b); }
-KVPAGER_INLINE Units dot_int16(Units sums, Units a, Units b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-KVPAGER_INLINE Vec sums_to_floats(Units sums) { return _mm256_cvtepi32_ps(sums); }
+KVPAGER_INLINE Vec16 zip_low(Vec16 a, Vec16 b) { return _mm256_unpacklo_epi16(a, b); }
+KVPAGER_INLINE Vec16 zip_high(Vec16 a, Vec16 b) { return _mm256_unpackhi_epi16(a, b); }
+KVPAGER_INLINE Vec16 dot_int16(Vec16 sums, Vec16 a, Vec16 b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+KVPAGER_INLINE Vec sums_to_floats(Vec16 sums) { return _mm256_cvtepi32_ps(sums); }
 // Rounded to integers, which fit.
-KVPAGER_INLINE Units round_int16(Vec low, Vec high) {
+KVPAGER_INLINE Vec16 round_int16(Vec low, Vec high) {
   const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high));
   return _mm256_permute4x64_epi64(packed, 0xd8);
 }

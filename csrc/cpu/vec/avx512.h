@@ -1,8 +1,9 @@
-// 16 floats in a 512-bit register (AVX-512 F, BW, DQ, VL), and 16-bit dot products: VNNI and BF16 where the set has them.
+// 16 floats in a 512-bit register (AVX-512 F, BW, DQ, VL), and 16-bit dot products: VNNI and BF16 where the set has
+// them.
 #pragma once
 #include <immintrin.h>
 
-#include "../../numbers.h"
+#include "../../types.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 
@@ -80,34 +81,34 @@ KVPAGER_INLINE void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* target) {
   _mm_storeu_ps(target, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-// Units: kPair elements of 16 bits. dot_int16 adds the products of neighbours in pairs to kWidth sums.
-#define KVPAGER_HAS_UNIT_DOTS 1
-using Units = __m512i;
-KVPAGER_INLINE Units no_units() { return _mm512_setzero_si512(); }
-KVPAGER_INLINE Units bits_of(Vec v) { return _mm512_castps_si512(v); }
-KVPAGER_INLINE Vec as_floats(Units units) { return _mm512_castsi512_ps(units); }
-KVPAGER_INLINE Units load_units(const bfloat16* source) { return _mm512_loadu_si512(source); }
-KVPAGER_INLINE Units load_units(const int8_code* source) {
+// Vec16: kPair elements of 16 bits. dot_int16 adds the products of neighbours in pairs to kWidth sums.
+#define KVPAGER_HAS_DOT16 1
+using Vec16 = __m512i;
+KVPAGER_INLINE Vec16 zero16() { return _mm512_setzero_si512(); }
+KVPAGER_INLINE Vec16 bits_of(Vec v) { return _mm512_castps_si512(v); }
+KVPAGER_INLINE Vec as_floats(Vec16 elements) { return _mm512_castsi512_ps(elements); }
+KVPAGER_INLINE Vec16 load16(const bfloat16* source) { return _mm512_loadu_si512(source); }
+KVPAGER_INLINE Vec16 load16(const int8_code* source) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
-KVPAGER_INLINE Units load_units_partial(const bfloat16* source, int64_t count) {
+KVPAGER_INLINE Vec16 load16_partial(const bfloat16* source, int64_t count) {
   return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), source);
 }
-KVPAGER_INLINE Units load_units_partial(const int8_code* source, int64_t count) {
+KVPAGER_INLINE Vec16 load16_partial(const int8_code* source, int64_t count) {
   return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), source));
 }
-KVPAGER_INLINE Units zip_low(Units a, Units b) { return _mm512_unpacklo_epi16(a, b); }
-KVPAGER_INLINE Units zip_high(Units a, Units b) { return _mm512_unpackhi_epi16(a, b); }
-KVPAGER_INLINE Units dot_int16(Units sums, Units a, Units b) {
+KVPAGER_INLINE Vec16 zip_low(Vec16 a, Vec16 b) { return _mm512_unpacklo_epi16(a, b); }
+KVPAGER_INLINE Vec16 zip_high(Vec16 a, Vec16 b) { return _mm512_unpackhi_epi16(a, b); }
+KVPAGER_INLINE Vec16 dot_int16(Vec16 sums, Vec16 a, Vec16 b) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpwssd_epi32(sums, a, b);
 #else
   return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
 #endif
 }
-KVPAGER_INLINE Vec sums_to_floats(Units sums) { return _mm512_cvtepi32_ps(sums); }
+KVPAGER_INLINE Vec sums_to_floats(Vec16 sums) { return _mm512_cvtepi32_ps(sums); }
 // Rounded to integers, which fit.
-KVPAGER_INLINE Units round_int16(Vec low, Vec high) {
+KVPAGER_INLINE Vec16 round_int16(Vec low, Vec high) {
   const __m256i halves[2] = {_mm512_cvtepi32_epi16(_mm512_cvtps_epi32(low)),
                              _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(high))};
   return _mm512_inserti64x4(_mm512_castsi256_si512(halves[0]), halves[1], 1);
@@ -133,23 +134,23 @@ struct Fp8Table {
   }
 };
 constexpr Fp8Table kFp8Table;
-KVPAGER_INLINE Units fp8_to_bf16(__m256i codes) {
-  const Units index = _mm512_cvtepu8_epi16(codes), *table = reinterpret_cast<const Units*>(kFp8Table.magnitudes);
-  const Units low = _mm512_permutex2var_epi16(table[0], index, table[1]),  // by the index's last six bits
+KVPAGER_INLINE Vec16 fp8_to_bf16(__m256i codes) {
+  const Vec16 index = _mm512_cvtepu8_epi16(codes), *table = reinterpret_cast<const Vec16*>(kFp8Table.magnitudes);
+  const Vec16 low = _mm512_permutex2var_epi16(table[0], index, table[1]),  // by the index's last six bits
       high = _mm512_permutex2var_epi16(table[2], index, table[3]);
-  const Units magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), low, high);
-  const Units sign = _mm512_and_si512(_mm512_slli_epi16(index, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  const Vec16 magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), low, high);
+  const Vec16 sign = _mm512_and_si512(_mm512_slli_epi16(index, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
   return _mm512_or_si512(magnitude, sign);
 }
-KVPAGER_INLINE Units load_units(const fp8_e4m3* source) {
+KVPAGER_INLINE Vec16 load16(const fp8_e4m3* source) {
   return fp8_to_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
-KVPAGER_INLINE Units load_units_partial(const fp8_e4m3* source, int64_t count) {
+KVPAGER_INLINE Vec16 load16_partial(const fp8_e4m3* source, int64_t count) {
   return fp8_to_bf16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), source));
 }
 KVPAGER_INLINE Vec dot_bf16(Vec sums, Bf16Vec a, Bf16Vec b) { return _mm512_dpbf16_ps(sums, a, b); }
-KVPAGER_INLINE Vec dot_bf16(Vec sums, Units a, Units b) { return dot_bf16(sums, (Bf16Vec)a, (Bf16Vec)b); }
-KVPAGER_INLINE Units round_bf16(Vec low, Vec high) { return (Units)_mm512_cvtne2ps_pbh(high, low); }
+KVPAGER_INLINE Vec dot_bf16(Vec sums, Vec16 a, Vec16 b) { return dot_bf16(sums, (Bf16Vec)a, (Bf16Vec)b); }
+KVPAGER_INLINE Vec16 round_bf16(Vec low, Vec high) { return (Vec16)_mm512_cvtne2ps_pbh(high, low); }
 #endif
 
 }  // namespace kvpager::cpu::KVPAGER_ISA

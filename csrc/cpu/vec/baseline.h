@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../../numbers.h"
+#include "../../types.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
 

@@ -1,14 +1,11 @@
-// From floats to the codes of a quantised cache: what write_kv and the fused front end share, so that both give the
-// same bits.
+// From floats to the codes of a quantised cache: write_kv and qk_norm_rope_write share it, so that both give the same
+// bits.
 #pragma once
 #include <cfloat>
 
 #include "vec.h"
 
 namespace kvpager::cpu::KVPAGER_ISA {
-
-template <class C>
-constexpr float kLargestCode = std::is_same_v<C, int8_code> ? 127.0f : 448.0f;
 
 KVPAGER_INLINE Vec load_up_to_width(const float* source, int64_t count) {
   return count < kWidth ? load_partial(source, count) : load(source);
@@ -26,7 +23,8 @@ KVPAGER_INLINE void store_codes(const float* row, int64_t head_dim, float factor
 }
 
 // Quantises a row of floats by its own largest magnitude; returns the scale, with code * scale = number.
-// A row of zeros gets the smallest normal scale. One with a NaN or an inf gets codes 0 and a NaN scale: it reads as NaN.
+// A row of zeros gets the smallest normal scale. One with a NaN or an inf gets codes 0 and a NaN scale: it reads as
+// NaN.
 template <class C>
 float quantise_row(const float* row, int64_t head_dim, C* codes) {
   Vec tops = zero(), poison = zero();  // 0 * inf and 0 * NaN are NaN
@@ -40,10 +38,10 @@ float quantise_row(const float* row, int64_t head_dim, C* codes) {
     memset(codes, 0, head_dim);
     return __builtin_nanf("");
   }
-  const float top = reduce_max(tops), least_top = kLargestCode<C> * FLT_MIN;
+  const float top = reduce_max(tops), least_top = CodeTraits<C>::kLargest * FLT_MIN;
   const float bounded = top > least_top ? top : least_top;
-  store_codes(row, head_dim, kLargestCode<C> / bounded, codes);
-  return bounded / kLargestCode<C>;
+  store_codes(row, head_dim, CodeTraits<C>::kLargest / bounded, codes);
+  return bounded / CodeTraits<C>::kLargest;
 }
 
 }  // namespace kvpager::cpu::KVPAGER_ISA

@@ -1,11 +1,12 @@
 // Float vectors of the instruction set that a source is compiled for: loads of every cache type, arithmetic, exp, tanh.
 //
-// `Vec` holds kWidth floats. `load(const T*)` widens kWidth elements of float, bfloat16, float16, int8_code or fp8_e4m3
-// in order, `load_partial(p, n)` the first n < kWidth of them with zeros behind, reading nothing past them. A `Pair` is
-// 2 * kWidth elements in the order that is cheapest to widen: that of `load_pair`. A set with KVPAGER_HAS_UNIT_DOTS has
-// `Units`, kPair elements of 16 bits, and dot products of them. All lives in the set's own namespace (see ../isa.h).
+// `Vec` holds kWidth floats. `load(const T*)` widens kWidth elements of numbers or codes (../../types.h) in order,
+// `load_partial(p, n)` the first n < kWidth of them with zeros behind, reading nothing past them. A `Pair` is
+// 2 * kWidth elements in the order that is cheapest to widen: that of `load_pair`. A set with KVPAGER_HAS_DOT16 has
+// `Vec16`, kPair elements of 16 bits, and dot products of them. All of it lives in the set's own namespace
+// (../runtime/isa.h).
 #pragma once
-#include "../../numbers.h"
+#include "../../types.h"
 
 #if !defined(KVPAGER_ISA)
 #error "vec.h is for *.isa.cpp sources, compiled with -DKVPAGER_ISA=<set>"

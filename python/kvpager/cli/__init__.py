@@ -1,8 +1,8 @@
 """The command ``kvpager``: `generate` text, `chat`, `plan` and `verify` a model, `bench` it, show the `env`.
 
-Commands are thin: options in, one call to the engine, display out. What is heavy (torch) is imported inside them, so
-that ``--help`` is quick and `env` works where torch does not. An error that kvpager raises on purpose is one line on
-stderr and exit code 2.
+Commands are thin: options in, one call to the library, display out. torch is imported inside them, so that ``--help``
+is quick and `env` works where torch does not. An error that kvpager raises on purpose is one line on stderr and exit
+code 2.
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvpager.cli import options
 from kvpager.config import EngineConfig
 from kvpager.errors import ConfigError, KVPagerError
 
@@ -31,31 +32,19 @@ BUILT_IN_PROMPTS = (
     "A class definition defines a class object. The base classes are evaluated first, then the class body is executed",
 )
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Model folder, GGUF file or hub name.", show_default="the small one that comes with kvpager"),
-]
-MaxTokens = Annotated[int, typer.Option(help="New tokens per prompt, at most.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token, more draws at random.")]
-Seed = Annotated[int, typer.Option(help="Of the random draws.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-BlockSize = Annotated[int, typer.Option(help="Token positions per block of the cache.")]
-
 
 @app.command()
+@options.with_settings
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Texts to complete.", show_default="built-in ones")
     ] = None,
-    model: Model = None,
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = EngineConfig.seed,
-    device: Device = EngineConfig.device,
-    dtype: Dtype = EngineConfig.dtype,
-    block_size: BlockSize = EngineConfig.block_size,
+    *,
+    model: options.Model = None,
+    max_tokens: options.MaxTokens = 64,
+    temperature: options.Temperature = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    config: EngineConfig,
 ) -> None:
     """Complete texts, all decoded together, each token shown as it comes."""
     from rich.console import Console
@@ -65,7 +54,7 @@ def generate(
     from kvpager.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    llm = LLM(model, device=device, dtype=dtype, block_size=block_size, seed=seed)
+    llm = LLM(model, config=config)
     texts = prompts or list(BUILT_IN_PROMPTS)
     asked: list[Prompt] = [*texts]
     if chat:
@@ -75,15 +64,15 @@ def generate(
 
 
 @app.command()
+@options.with_settings
 def chat(
-    model: Model = None,
+    *,
+    model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that hold this share.")] = 1.0,
-    seed: Seed = EngineConfig.seed,
-    device: Device = EngineConfig.device,
-    dtype: Dtype = EngineConfig.dtype,
+    config: EngineConfig,
 ) -> None:
     """Talk with a model; /clear forgets the conversation, /exit or Ctrl-D ends it."""
     from rich.console import Console
@@ -93,49 +82,35 @@ def chat(
     from kvpager.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    llm = LLM(model, device=device, dtype=dtype, seed=seed)
+    llm = LLM(model, config=config)
     lines: Iterable[str] = typed_lines(input) if sys.stdin.isatty() else sys.stdin
     converse(llm, params, lines, Console(highlight=False), system=system)
 
 
 @app.command()
-def plan(
-    model: Annotated[str | None, typer.Argument(help="Model folder, GGUF file or hub name.")] = None,
-    device: Device = EngineConfig.device,
-    dtype: Dtype = EngineConfig.dtype,
-    block_size: BlockSize = EngineConfig.block_size,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the pool.")] = None,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Or what the pool may take.")] = None,
-) -> None:
+@options.with_settings
+def plan(model: options.ModelArgument = None, *, config: EngineConfig) -> None:
     """Show what a model and its cache take and what fits, before anything is loaded."""
     from kvpager.cli.plan import describe, make_plan
     from kvpager.loader import open_model
 
-    config = EngineConfig(
-        device=device,
-        dtype=dtype,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
     _show(describe(make_plan(open_model(model), config)))
 
 
 @app.command()
 def verify(
-    model: Annotated[str | None, typer.Argument(help="Model folder, GGUF file or hub name.")] = None,
-    max_tokens: MaxTokens = 32,
-    device: Device = EngineConfig.device,
-    block_size: BlockSize = EngineConfig.block_size,
+    model: options.ModelArgument = None,
+    max_tokens: options.MaxTokens = 32,
+    device: Annotated[str, typer.Option(help=options.SETTINGS_HELP["device"])] = EngineConfig.device,
+    block_size: Annotated[int, typer.Option(help=options.SETTINGS_HELP["block_size"])] = EngineConfig.block_size,
 ) -> None:
     """Compare with transformers token for token: batches, chunks, hits, preemption, forks. Exit 1 on a difference."""
-    from kvpager.cli.schedules import report
-    from kvpager.cli.schedules import verify as run
     from kvpager.engine import LLM
+    from kvpager.verify import report, run_scenarios
 
     llm = LLM(model, device=device, dtype="float32", block_size=block_size, num_blocks=1)
     prompts = _verified_prompts(llm)
-    verdicts = run(llm, prompts, max_tokens)
+    verdicts = run_scenarios(llm, prompts, max_tokens)
     for line in report(verdicts, len(prompts)):
         typer.echo(line)
     if not all(verdict.passed for verdict in verdicts):
@@ -152,48 +127,44 @@ def _verified_prompts(llm: "LLM") -> list[list[int]]:
     return [llm.tokenizer.encode(text) for text in texts]
 
 
-NumPrompts = Annotated[int, typer.Option(help="Requests.")]
-InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.")]
-OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.")]
-OutputJson = Annotated[Path | None, typer.Option(help="Also write the figures here.")]
-
-
 @bench_app.command("throughput")
+@options.with_settings
 def bench_throughput(
-    model: Model = None,
-    num_prompts: NumPrompts = 32,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
-    device: Device = EngineConfig.device,
-    dtype: Dtype = EngineConfig.dtype,
-    output_json: OutputJson = None,
+    *,
+    model: options.Model = None,
+    num_prompts: options.NumPrompts = 32,
+    input_len: options.InputLen = 128,
+    output_len: options.OutputLen = 64,
+    output_json: options.OutputJson = None,
+    config: EngineConfig,
 ) -> None:
     """Many requests at once: tokens per second."""
     from kvpager.cli import bench
     from kvpager.engine import LLM
 
-    llm = LLM(model, device=device, dtype=dtype)
+    llm = LLM(model, config=config)
     figures = bench.throughput(llm, num_prompts=num_prompts, input_len=input_len, output_len=output_len)
     _show(bench.lines(figures))
     bench.save(figures, output_json)
 
 
 @bench_app.command("latency")
+@options.with_settings
 def bench_latency(
-    model: Model = None,
+    *,
+    model: options.Model = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a batch.")] = 8,
-    input_len: InputLen = 32,
-    output_len: OutputLen = 64,
+    input_len: options.InputLen = 32,
+    output_len: options.OutputLen = 64,
     num_iters: Annotated[int, typer.Option(help="Batches that count.")] = 5,
-    device: Device = EngineConfig.device,
-    dtype: Dtype = EngineConfig.dtype,
-    output_json: OutputJson = None,
+    output_json: options.OutputJson = None,
+    config: EngineConfig,
 ) -> None:
     """One batch at a time: milliseconds to the first token, between tokens, in all."""
     from kvpager.cli import bench
     from kvpager.engine import LLM
 
-    llm = LLM(model, device=device, dtype=dtype)
+    llm = LLM(model, config=config)
     figures = bench.latency(llm, batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     _show(bench.lines(figures))
     bench.save(figures, output_json)
@@ -223,7 +194,7 @@ def build_cuda(
     import torch
 
     from kvpager.native import gpu_arch
-    from kvpager.native_cache import arch_generation, compile_library
+    from kvpager.native.cache import arch_generation, compile_library
 
     if (wanted := arch or gpu_arch()) is None:
         raise ConfigError("torch sees no GPU; name what to compile for, as in `--arch sm_90`")

@@ -1,7 +1,6 @@
 """`kvpager plan`: what a model and its cache take, and what fits, before anything is loaded.
 
-Only the config is read. All sizes follow from it: the weights by their shapes, the cache by
-2 · layers · kv heads · head dim · bytes of a number for each token.
+Only the config is read. All sizes follow from it: the weights' from their shapes, the cache's from `CacheConfig`.
 """
 
 from dataclasses import dataclass
@@ -9,10 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvpager.config import EngineConfig
-from kvpager.engine.build import default_num_blocks, resolve_dtype
-from kvpager.errors import ConfigError
+from kvpager.engine.build import resolve_dtype
 from kvpager.loader import ModelFiles
-from kvpager.models import DecoderForCausalLM
 
 
 @dataclass(frozen=True)
@@ -21,9 +18,10 @@ class Plan:
 
     Attributes:
         num_parameters: of the model.
-        dtype: of weights and cache.
-        weight_bytes, cache_bytes: what they take.
-        bytes_per_token: of the cache, all layers.
+        dtype: of the weights, and of all arithmetic.
+        cache_dtype: of the cache.
+        weight_bytes, cache_bytes: of the weights, and of the whole pool.
+        bytes_per_block: of the cache, all layers, scales included.
         block_size, num_blocks: of the pool.
         max_model_len: positions that the model has.
         available_bytes: memory that the device has to give now; None where unknown.
@@ -31,8 +29,9 @@ class Plan:
 
     num_parameters: int
     dtype: str
+    cache_dtype: str
     weight_bytes: int
-    bytes_per_token: int
+    bytes_per_block: int
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -41,7 +40,7 @@ class Plan:
     @property
     def cache_bytes(self) -> int:
         """Of the whole pool."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
     @property
     def longest_request(self) -> int:
@@ -61,23 +60,16 @@ def make_plan(files: ModelFiles, config: EngineConfig) -> Plan:
     """
     model = files.config
     dtype = resolve_dtype(model, config)
-    bytes_each = getattr(torch, dtype).itemsize
-    with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in DecoderForCausalLM(model).parameters())
-    bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * bytes_each
-    num_blocks = config.num_blocks
-    if num_blocks is None and config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // (bytes_per_token * config.block_size)
-        if num_blocks < 1:
-            needed = bytes_per_token * config.block_size
-            raise ConfigError(f"`kv_cache_memory_bytes` {config.kv_cache_memory_bytes}: one block takes {needed} bytes")
+    config = config.sized_for(model, dtype)
+    num_parameters = sum(parameter.numel() for parameter in files.make_model().parameters())
     return Plan(
         num_parameters=num_parameters,
         dtype=dtype,
-        weight_bytes=num_parameters * bytes_each,
-        bytes_per_token=bytes_per_token,
+        cache_dtype=config.dtype_for(dtype).name,
+        weight_bytes=num_parameters * getattr(torch, dtype).itemsize,
+        bytes_per_block=config.bytes_per_block(model, dtype),
         block_size=config.block_size,
-        num_blocks=num_blocks or default_num_blocks(model, config, getattr(torch, dtype)),
+        num_blocks=config.blocks_in_pool(model, dtype),
         max_model_len=model.max_position_embeddings,
         available_bytes=_available_bytes(config.device),
     )
@@ -91,7 +83,7 @@ def describe(plan: Plan) -> list[tuple[str, str]]:
     lines = [
         ("parameters", f"{plan.num_parameters:,}"),
         ("weights", f"{_size(plan.weight_bytes)} in {plan.dtype}"),
-        ("cache per token", f"{plan.bytes_per_token:,} bytes"),
+        ("cache per token", f"{-(-plan.bytes_per_block // plan.block_size):,} bytes in {plan.cache_dtype}"),
         (
             "cache",
             f"{_size(plan.cache_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size}, "
@@ -111,10 +103,9 @@ def _verdict(plan: Plan, total: int) -> str:
     if total <= available:
         return "fits"
     left = available - plan.weight_bytes
-    per_block = plan.bytes_per_token * plan.block_size
-    if left < per_block:
-        return f"the weights alone lack {_size(plan.weight_bytes + per_block - available)}"
-    return f"lacks {_size(total - available)}; `num_blocks` {left // per_block} would fit"
+    if left < plan.bytes_per_block:
+        return f"the weights alone lack {_size(plan.weight_bytes + plan.bytes_per_block - available)}"
+    return f"lacks {_size(total - available)}; `num_blocks` {left // plan.bytes_per_block} would fit"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,36 +1,61 @@
-"""How a model is run: `EngineConfig`, and the dtype that suits the processor."""
+"""`EngineConfig`: how a model is run; and the dtype that suits the processor.
 
+A setting of the engine is one field of `EngineConfig` and one key of `EngineSettings`, which are the keywords of `LLM`;
+a test keeps the two equal.
+"""
+
+import difflib
 import platform
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import TypedDict, Unpack
 
-from kvpager.config.model import DTYPES
+from kvpager.config.cache import CacheConfig, at_least
+from kvpager.config.model import DTYPES, ModelConfig
 from kvpager.errors import ConfigError
-from kvpager.kinds import MAX_SEED, is_whole
+from kvpager.kinds import MAX_SEED
+
+DEFAULT_KV_CACHE_BYTES = 2**30
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine runs its model.
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineConfig` as keywords."""
+
+    block_size: int
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    kv_cache_dtype: str
+    enable_prefix_caching: bool
+    eviction_policy: str
+    watermark_blocks: int | None
+    attention_backend: str
+    device: str
+    dtype: str
+    max_num_seqs: int
+    seed: int
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
+    fixed_split: int
+    enforce_eager: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(CacheConfig):
+    """The settings of an engine: those of its cache (`CacheConfig`), and these.
+
+    With neither `num_blocks` nor `kv_cache_memory_bytes` the pool takes 1 GiB, or less where `max_num_seqs` sequences
+    of the model's full length need less.
 
     Attributes:
         device: where weights and cache lie: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
-        dtype: one of `DTYPES`, ``"float64"`` (the readable operations only, for exact comparisons), or ``"auto"``:
-            see `default_dtype`.
-        block_size: S, token positions per block.
-        num_blocks: N, blocks in the pool; None: from the budget.
-        kv_cache_memory_bytes: budget of the pool; None with no `num_blocks` either: the engine's default.
+        dtype: the dtype to compute in: one of `DTYPES`, ``"float64"`` (the readable operations only, for exact
+            comparisons), or ``"auto"``: see `default_dtype`.
         max_num_seqs: most sequences that run together.
         seed: of the requests that bring none, 0 … 2⁶⁴ − 1.
-        max_num_batched_tokens: most tokens of a step, at least `max_num_seqs`; what does not fit is computed in chunks.
+        max_num_batched_tokens: most tokens of a step, at least `max_num_seqs`; longer prompts are computed in chunks.
             None: 2,048, or `max_num_seqs` if that is more.
         max_model_len: most tokens of a sequence, prompt and new ones; None: the positions that the model has.
-        enable_prefix_caching: find what other requests computed for the same beginning.
-        watermark_blocks: blocks that an admission leaves free while others run, so that they can grow; None: 1 % of
-            the pool.
-        attention_backend: who computes attention: "auto" (kvpager's kernels wherever it has them), "native",
-            "flashinfer", "flash_attn" or "reference".
         fixed_split: cut the sequences of a decode's attention every so many tokens instead of where it suits the
             threads; then a decode's scores are the same, bit for bit, whatever else is in its step. 0: cut freely.
         enforce_eager: never record decode steps as CUDA graphs; on a CPU they never are.
@@ -38,60 +63,67 @@ class EngineConfig:
 
     device: str = "cpu"
     dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int = at_least(1, 64)
     seed: int = 0
     max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    watermark_blocks: int | None = None
-    attention_backend: str = "auto"
-    fixed_split: int = 0
+    max_model_len: int | None = at_least(1, None)
+    fixed_split: int = at_least(0, 0)
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        super().__post_init__()
         supported = ("auto", *DTYPES, "float64")
         if self.dtype not in supported:
             raise ConfigError(f"`dtype` is {self.dtype}; supported: {', '.join(supported)}")
-        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"`{name}` is {value}; it must be at least 1")
-        for name in ("watermark_blocks", "fixed_split"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"`{name}` is {value}; it must be at least 0")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"`seed` is {self.seed}; it must be 0 … 2^64 - 1")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"`max_num_batched_tokens` is {self.max_num_batched_tokens}; it must be at least `max_num_seqs` "
-                f"{self.max_num_seqs}, so that all who decode get their token"
-            )
-        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
-            raise ConfigError(
-                f"`num_blocks` {self.num_blocks} and `kv_cache_memory_bytes` {self.kv_cache_memory_bytes} "
-                "both set the size of the pool; give one"
-            )
+        check_step_tokens(self.step_tokens, self.max_num_seqs)
 
-    def _check_kinds(self) -> None:
-        """Each value is of the kind of its default: a text, True or False, or else a whole number."""
-        for field in fields(self):
-            name, value, default = field.name, getattr(self, field.name), field.default
-            if isinstance(default, str):
-                fits, wanted = isinstance(value, str), "a text"
-            elif isinstance(default, bool):
-                fits, wanted = isinstance(value, bool), "True or False"
-            elif value is None:
-                fits, wanted = default is None, "a whole number"
-            else:
-                fits = is_whole(value) and (name == "seed" or -(2**63) <= value < 2**63)  # a seed has its own range
-                wanted = "a whole number of at most 63 bits"
-            if not fits:
-                raise ConfigError(f"`{name}` is {value!r}; it must be {wanted}")
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step: `max_num_batched_tokens`, or its default."""
+        if self.max_num_batched_tokens is None:
+            return max(2048, self.max_num_seqs)
+        return self.max_num_batched_tokens
+
+    def longest_sequence(self, model: ModelConfig) -> int:
+        """Most tokens of a sequence: `max_model_len`, or the model's positions if those are fewer."""
+        return min(self.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+
+    def sized_for(self, model: ModelConfig, computed: object) -> "EngineConfig":
+        """This config with a default pool, where it gives neither blocks nor a budget; `computed` as in `dtype_for`."""
+        if self.num_blocks is not None or self.kv_cache_memory_bytes is not None:
+            return self
+        affordable = DEFAULT_KV_CACHE_BYTES // self.bytes_per_block(model, computed)
+        useful = self.max_num_seqs * -(-self.longest_sequence(model) // self.block_size)
+        return replace(self, num_blocks=max(1, min(affordable, useful)))
+
+    def override(self, **settings: Unpack[EngineSettings]) -> "EngineConfig":
+        """This config with other values.
+
+        Raises:
+            ConfigError: there is no such setting, or a value can't be used.
+        """
+        known = [each.name for each in fields(EngineConfig)]
+        for name in settings:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
+                raise ConfigError(f"there is no setting `{name}`; {hint}")
+        return replace(self, **settings)
+
+
+def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Refuse a step too small for one token of each running sequence.
+
+    Raises:
+        ConfigError: `max_num_batched_tokens` is less than `max_num_seqs`.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {max_num_batched_tokens}; it must be at least `max_num_seqs` "
+            f"{max_num_seqs}, so that each sequence that decodes gets its token"
+        )
 
 
 def default_dtype(stored: str, device: str) -> str:

@@ -125,11 +125,7 @@ class ModelConfig:
         Raises:
             ConfigError: a file is missing or no JSON object, or see `from_dict`.
         """
-        raw = dict(read_json(folder / "config.json"))
-        generation_path = folder / "generation_config.json"
-        if generation_path.exists() and (eos := read_json(generation_path).get("eos_token_id")) is not None:
-            raw["eos_token_id"] = eos
-        return cls.from_dict(raw)
+        return cls.from_dict(read_folder_config(folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -170,13 +166,39 @@ class ModelConfig:
         )
 
 
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``, with the end-of-text ids of ``generation_config.json`` where there are some.
+
+    Raises:
+        ConfigError: a file is missing or no JSON object.
+    """
+    raw = dict(read_json(folder / "config.json"))
+    generation_path = folder / "generation_config.json"
+    if generation_path.exists() and (eos := read_json(generation_path).get("eos_token_id")) is not None:
+        raw["eos_token_id"] = eos
+    return raw
+
+
+def architecture_of(raw: Mapping[str, Any], known: Mapping[str, str]) -> str:
+    """The name of the one architecture that a ``config.json`` names.
+
+    Args:
+        raw: its content; without ``architectures`` its ``model_type`` names the architecture.
+        known: supported names, each with its ``model_type``.
+
+    Raises:
+        ConfigError: it names none, several, or another one.
+    """
+    architectures = raw.get("architectures") or [raw.get("model_type", "of no name")]
+    names = {**{name: name for name in known}, **{model_type: name for name, model_type in known.items()}}
+    if len(architectures) != 1 or architectures[0] not in names:
+        raise ConfigError(f"`architectures` is {', '.join(map(str, architectures))}; supported: {', '.join(known)}")
+    return names[architectures[0]]
+
+
 def _family(raw: Mapping[str, Any]) -> _Family:
     """The family of the model, once it is sure that nothing in the config asks for more than kvpager computes."""
-    architectures = raw.get("architectures") or [raw.get("model_type", "of no name")]
-    known = {**FAMILIES, **{family.model_type: family for family in FAMILIES.values()}}
-    if len(architectures) != 1 or architectures[0] not in known:
-        raise ConfigError(f"`architectures` is {', '.join(map(str, architectures))}; supported: {', '.join(FAMILIES)}")
-    family = known[architectures[0]]
+    family = FAMILIES[architecture_of(raw, {name: family.model_type for name, family in FAMILIES.items()})]
     for key, supported in {"model_type": family.model_type, **family.other_keys}.items():
         value = raw.get(key, supported)
         if value != supported and value is not None:

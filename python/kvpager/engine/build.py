@@ -1,22 +1,19 @@
-"""From a model on disk and settings to a runner: dtype, weights, pool; and its tokenizer."""
+"""Makes a runner of a model on disk and settings: device, dtype, weights, pool; and the model's tokenizer."""
 
 import functools
 import logging
 
 import torch
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.cache import PagedKVCache
 from kvpager.config import EngineConfig, ModelConfig, default_dtype
 from kvpager.errors import ConfigError
-from kvpager.graphs import CudaCapture, decode_sizes
 from kvpager.loader import ModelFiles
-from kvpager.models import DecoderForCausalLM
+from kvpager.manager import KVBlockManager
+from kvpager.models import Model
 from kvpager.native import native_status
-from kvpager.runner import ModelRunner
+from kvpager.runner import CudaCapture, ModelRunner, decode_sizes
 from kvpager.tokenizer import Tokenizer
-
-DEFAULT_KV_CACHE_BYTES = 2**30
 
 
 def make_tokenizer(files: ModelFiles) -> Tokenizer | None:
@@ -31,31 +28,55 @@ def make_tokenizer(files: ModelFiles) -> Tokenizer | None:
 
 
 def make_runner(files: ModelFiles, config: EngineConfig) -> ModelRunner:
-    """Loads the model and makes the pool beside it.
+    """Load a model and make the pool beside it.
 
     Raises:
         ConfigError: the device can't be used, or the model or the pool can't be made.
     """
-    model_config = files.config
     device = _usable_device(config.device)
-    dtype = getattr(torch, resolve_dtype(model_config, config))
-    with torch.device("meta"):
-        model = DecoderForCausalLM(model_config)
-    files.load(model, dtype=dtype, device=device)
-    cache = _make_cache(model_config, config, dtype)
-    manager = KVBlockManager(cache.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+    dtype = resolve_dtype(files.config, config)
+    config.dtype_for(dtype)  # refused before the weights are read
+    model = files.make_model()
+    files.load(model, dtype=getattr(torch, dtype), device=device)
+    return runner_over(model.eval(), config, dtype)
+
+
+def runner_over(model: Model, config: EngineConfig, dtype: str) -> ModelRunner:
+    """A runner over loaded weights, with a pool of its own.
+
+    Args:
+        model: on `config.device`, in evaluation mode.
+        config: of pool and runner.
+        dtype: the dtype that `model` computes in.
+
+    Raises:
+        ConfigError: the pool can't be made.
+    """
+    config = config.sized_for(model.config, dtype)
+    cache = PagedKVCache.from_config(model.config, config, dtype=dtype, device=config.device)
+    manager = KVBlockManager(
+        cache.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
+    )
     is_recorded = can_capture(config)
     return ModelRunner(
-        model.eval(), cache, manager, fixed_split=config.fixed_split,
+        model, cache, manager, fixed_split=config.fixed_split,
         decode_sizes=decode_sizes(config.max_num_seqs) if is_recorded else (),
         capture=CudaCapture() if is_recorded else None,
+        plans_splits=_has_cuda_kernels(config) and config.attention_backend in ("auto", "native"),
     )  # fmt: skip
 
 
 def can_capture(config: EngineConfig) -> bool:
-    """Whether decode steps are recorded: on CUDA, by kernels that need no look at their inputs on the host."""
-    is_cuda = torch.device(config.device).type == "cuda" and native_status().cuda_kernels
-    return is_cuda and not config.enforce_eager and config.attention_backend in ("auto", "native", "flash_attn")
+    """Whether decode steps are recorded: on CUDA, with kernels that never read their inputs on the host."""
+    takes_graphs = config.attention_backend in ("auto", "native", "flash_attn")
+    return _has_cuda_kernels(config) and takes_graphs and not config.enforce_eager
+
+
+def _has_cuda_kernels(config: EngineConfig) -> bool:
+    return torch.device(config.device).type == "cuda" and native_status().cuda_kernels
 
 
 def _usable_device(name: str) -> torch.device:
@@ -85,23 +106,3 @@ def resolve_dtype(model_config: ModelConfig, config: EngineConfig) -> str:
 @functools.cache
 def _say_once(message: str) -> None:
     logging.getLogger("kvpager").warning("%s", message)
-
-
-def _make_cache(model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> PagedKVCache:
-    num_blocks, budget = config.num_blocks, config.kv_cache_memory_bytes
-    make = functools.partial(
-        PagedKVCache.from_config, model_config, block_size=config.block_size, dtype=dtype, device=config.device,
-        attention_backend=config.attention_backend,
-    )  # fmt: skip
-    if num_blocks is not None or budget is not None:
-        return make(num_blocks=num_blocks, kv_cache_memory_bytes=budget)
-    return make(num_blocks=default_num_blocks(model_config, config, dtype))
-
-
-def default_num_blocks(model_config: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Blocks of the pool where neither they nor a budget are given: 1 GiB, or what can be used at most."""
-    values_per_token = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim
-    affordable = DEFAULT_KV_CACHE_BYTES // (values_per_token * dtype.itemsize * config.block_size)
-    longest = min(config.max_model_len or 2**31, model_config.max_position_embeddings)
-    useful = config.max_num_seqs * -(-longest // config.block_size)
-    return max(1, min(affordable, useful))

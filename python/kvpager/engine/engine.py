@@ -10,20 +10,19 @@ a stop, an error, `abort` - gives its blocks back in that moment.
 """
 
 import time
-from collections import abc
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kvpager.config import EngineConfig, ModelConfig
-from kvpager.decode_batch import DecodeBatch
 from kvpager.engine.outputs import RequestOutput, StreamEvent
 from kvpager.engine.requests import Completion, Prompt, Request, RequestFactory
 from kvpager.engine.rows import SamplerRows, keep_prompt_logprobs
 from kvpager.engine.stats import EngineStats, take_stats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError
+from kvpager.manager import DecodeBatch
 from kvpager.runner import ModelRunner, StepTensors
 from kvpager.sampling import SampledTokens, Sampler, SamplingParams
 from kvpager.scheduler import SampleRows, ScheduledStep, Scheduler, Sequence
@@ -42,6 +41,7 @@ class Engine:
         clock: seconds; only differences matter.
 
     Attributes:
+        factory: makes requests of prompts, for `enqueue`; what can't be used is refused there.
         on_computed: called in every step when its keys and values are written and nobody has ended yet.
 
     Raises:
@@ -61,13 +61,11 @@ class Engine:
         self.runner = runner
         self.block_manager = manager = runner.block_manager
         self.sampler = Sampler(model_config.vocab_size, config.max_num_seqs)
-        max_num_tokens = config.max_num_batched_tokens or max(2048, config.max_num_seqs)
-        max_model_len = min(config.max_model_len or 2**31, model_config.max_position_embeddings)
         self._batch: DecodeBatch[Tensor] = DecodeBatch[Tensor].with_capacity(
             manager,
             config.max_num_seqs,
-            min(manager.num_blocks, -(-max_model_len // manager.block_size)),
-            max_tokens=max_num_tokens,
+            min(manager.num_blocks, -(-config.longest_sequence(model_config) // manager.block_size)),
+            max_tokens=config.step_tokens,
             pin_memory=runner.device.type == "cuda",
         )
         self._tensors = StepTensors(self._batch.buffers[0], runner.device)
@@ -77,11 +75,11 @@ class Engine:
             manager,
             self._batch,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
+            max_num_batched_tokens=config.step_tokens,
             watermark_blocks=manager.num_blocks // 100 if watermark is None else watermark,
             followers=[self._rows],
         )
-        self._factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer)
+        self.factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer)
         self._requests: dict[str, Request] = {}
         self._events: list[StreamEvent] = []  # of requests that ended between steps
         self._trace = trace
@@ -120,7 +118,7 @@ class Engine:
         if request_id is not None and request_id in self._requests:
             raise ArgumentError("request_id", "a name that no unfinished request has", request_id)
         listed: list[Prompt] = [prompt]
-        (request,) = self._factory.make(
+        (request,) = self.factory.make(
             listed, sampling_params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
         if request_id is not None:
@@ -128,18 +126,8 @@ class Engine:
         self.enqueue(request)
         return request.request_id
 
-    def make_requests(
-        self,
-        prompts: Prompt | abc.Sequence[Prompt],
-        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None,
-        max_tokens: int | None,
-        temperature: float | None,
-    ) -> list[Request]:
-        """Requests for many prompts, all or none; `enqueue` takes them. Arguments and errors: see `LLM.generate`."""
-        return self._factory.make(prompts, sampling_params, max_tokens, temperature)
-
     def enqueue(self, request: Request) -> None:
-        """Queues what `make_requests` made."""
+        """Queues a request that `factory` made."""
         while request.request_id in self._requests:  # somebody took the number as a name
             request.request_id = f"{request.request_id}+"
         self.scheduler.add(request.completions[0].sequence)

@@ -7,10 +7,9 @@ ends a call - its last token, an exception, a closed iterator, Ctrl-C - ends its
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from kvpager.block_manager import SequenceState
-from kvpager.config import EngineConfig
+from kvpager.config import EngineConfig, EngineSettings
 from kvpager.engine.build import make_runner, make_tokenizer
 from kvpager.engine.engine import Engine
 from kvpager.engine.outputs import RequestOutput, RunStats, StreamEvent
@@ -20,6 +19,7 @@ from kvpager.engine.stats import EngineStats
 from kvpager.engine.trace import StepTrace
 from kvpager.errors import ArgumentError, ConfigError, StateError, UnknownSequenceError
 from kvpager.loader import open_model
+from kvpager.manager import SequenceState
 from kvpager.sampling import SamplingParams
 from kvpager.tokenizer import Message
 
@@ -29,52 +29,24 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, a GGUF file or a hub name; None: the small one that comes with kvpager.
-        device, dtype, block_size, num_blocks, kv_cache_memory_bytes, max_num_seqs, seed, max_num_batched_tokens,
-            max_model_len, enable_prefix_caching, watermark_blocks, attention_backend, fixed_split, enforce_eager: see
-            `EngineConfig`. With neither `num_blocks` nor a budget the pool takes 1 GiB, or less where `max_num_seqs`
-            sequences of the model's full length need less.
+        config: the settings; None: the defaults of `EngineConfig`.
         trace: a file that gets a JSON line for every step: what it did and why; see `kvpager.engine.trace`.
+        overrides: settings by name that differ from `config`, as in ``LLM(kv_cache_dtype="int8", num_blocks=512)``; see
+            `EngineConfig` and `CacheConfig`.
 
     Raises:
-        ConfigError: the folder, its model or the settings can't be used.
+        ConfigError: the folder, its model or the settings can't be used, or there is no such setting.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
-        device: str = EngineConfig.device,
-        dtype: str = EngineConfig.dtype,
-        block_size: int = EngineConfig.block_size,
-        num_blocks: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        max_num_seqs: int = EngineConfig.max_num_seqs,
-        seed: int = EngineConfig.seed,
-        max_num_batched_tokens: int | None = None,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = EngineConfig.enable_prefix_caching,
-        watermark_blocks: int | None = None,
-        attention_backend: str = EngineConfig.attention_backend,
-        fixed_split: int = EngineConfig.fixed_split,
-        enforce_eager: bool = EngineConfig.enforce_eager,
+        config: EngineConfig | None = None,
         trace: str | Path | None = None,
+        **overrides: Unpack[EngineSettings],
     ) -> None:
-        self.config = EngineConfig(
-            device,
-            dtype,
-            block_size,
-            num_blocks,
-            kv_cache_memory_bytes,
-            max_num_seqs,
-            seed,
-            max_num_batched_tokens,
-            max_model_len,
-            enable_prefix_caching,
-            watermark_blocks,
-            attention_backend,
-            fixed_split,
-            enforce_eager,
-        )
+        self.config = (config or EngineConfig()).override(**overrides)
         files = open_model(model)
         self.folder, self.model_config = files.path, files.config
         self.tokenizer = make_tokenizer(files)
@@ -112,7 +84,7 @@ class LLM:
             SequenceTooLongError: prompt and new tokens can never fit the model's positions or the pool.
             StateError: a stream of this engine is still open, or nobody can run as blocks are held from outside.
         """
-        requests = self.engine.make_requests(prompts, sampling_params, max_tokens, temperature)
+        requests = self.engine.factory.make(prompts, sampling_params, max_tokens, temperature)
         for _ in track(self._run(requests), len(requests)) if show_progress else self._run(requests):
             pass
         return [request.output() for request in requests]
@@ -130,7 +102,7 @@ class LLM:
         A step's events come one after the other; the next step runs when the last of them was taken. Closing the
         iterator ends all its requests; `abort` ends one.
         """
-        return self._run(self.engine.make_requests(prompts, sampling_params, max_tokens, temperature))
+        return self._run(self.engine.factory.make(prompts, sampling_params, max_tokens, temperature))
 
     def chat(
         self,

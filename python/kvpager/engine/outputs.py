@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvpager.block_manager import SequenceState
+from kvpager.manager import SequenceState
 from kvpager.sampling import PositionLogprobs
 
 

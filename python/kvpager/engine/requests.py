@@ -6,11 +6,11 @@ from functools import partial
 from itertools import count
 
 from kvpager import scheduler
-from kvpager.block_manager import SequenceState
 from kvpager.config import EngineConfig, ModelConfig
 from kvpager.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvpager.errors import ArgumentError, SequenceTooLongError
 from kvpager.kinds import is_list
+from kvpager.manager import SequenceState
 from kvpager.sampling import PositionLogprobs, SamplingParams, request_seed
 from kvpager.tokenizer import OutputText, Tokenizer
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvpager.block_manager import KVBlockManager
 from kvpager.engine.requests import Completion, Request
+from kvpager.manager import KVBlockManager
 from kvpager.runner import ModelRunner
 from kvpager.sampling import Sampler, position_logprobs
 from kvpager.scheduler import ScheduledStep, Scheduler, Sequence

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpager.config import ModelConfig
+from kvpager.config import ModelConfig, read_folder_config
 from kvpager.loader.find import resolve_model
 from kvpager.loader.gguf import config_from_gguf, load_gguf_parameters
 from kvpager.loader.gguf_file import GGUFFile
 from kvpager.loader.safetensors import load_parameters
+from kvpager.models import Architecture, Model, find_architecture
 
 
 class ModelFiles(ABC):
@@ -20,11 +21,18 @@ class ModelFiles(ABC):
 
     Attributes:
         path: its folder or file.
-        config: what it is.
+        architecture: its entry in the registry of models.
+        config: its shape and constants.
     """
 
     path: Path
+    architecture: Architecture
     config: ModelConfig
+
+    def make_model(self) -> Model:
+        """The model on the meta device: shapes without memory, to be filled by `load`."""
+        with torch.device("meta"):
+            return self.architecture.model(self.config)
 
     @abstractmethod
     def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -45,7 +53,9 @@ class HuggingFaceFolder(ModelFiles):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = ModelConfig.from_folder(path)
+        raw = read_folder_config(path)
+        self.architecture = find_architecture(raw)
+        self.config = self.architecture.read_config(raw)
 
     def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         """See `ModelFiles.load`."""
@@ -64,7 +74,7 @@ class GGUFModel(ModelFiles):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile(path)
-        self.config = config_from_gguf(self._file)
+        self.architecture, self.config = config_from_gguf(self._file)
 
     def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         """See `ModelFiles.load`."""

@@ -7,6 +7,7 @@ side by side; here pair j is (j, j + D/2), so they are put back. Quantised weigh
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,8 +20,8 @@ from kvpager.config import ModelConfig, RopeFactors
 from kvpager.errors import ConfigError
 from kvpager.loader.fill import StoredTensor, fill_parameters
 from kvpager.loader.gguf_file import GGUFFile
+from kvpager.models import ARCHITECTURES, Architecture
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _F32, _F16, _BF16 = 0, 1, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -40,8 +41,8 @@ _IN_A_BLOCK = {
 }
 
 
-def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The config that the fields describe.
+def config_from_gguf(file: GGUFFile) -> tuple[Architecture, ModelConfig]:
+    """The architecture that a file names, and the config that its fields describe.
 
     `dtype` is that of the embedding where it is stored unquantised, else float32.
 
@@ -50,8 +51,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """
     fields = file.fields
     architecture = fields.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise ConfigError(f"`general.architecture` is {architecture}; supported: {', '.join(_ARCHITECTURES)}")
+    known = {each.gguf: name for name, each in ARCHITECTURES.items() if each.gguf is not None}
+    if architecture not in known:
+        raise ConfigError(f"`general.architecture` is {architecture}; supported: {', '.join(known)}")
 
     def field(name: str) -> Any:
         if fields.get(f"{architecture}.{name}") is None:
@@ -65,7 +67,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     head_dim = fields.get(f"{architecture}.attention.key_length")
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     raw = {
-        "architectures": [_ARCHITECTURES[architecture]],
+        "architectures": [known[architecture]],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
@@ -80,11 +82,13 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         "dtype": str(_PLAIN.get(embedding.type_id, torch.float32)).removeprefix("torch."),
         "eos_token_id": [token for token in dict.fromkeys(ends) if token is not None],
     }
-    config = ModelConfig.from_dict(raw)
+    found = ARCHITECTURES[known[architecture]]
+    config = found.read_config(raw)
     _refuse_other_features(file, architecture, config.head_dim)
     if _ROPE_FACTORS not in file.tensors:
-        return config
-    return ModelConfig(**{**vars(config), "rope_scaling": RopeFactors(tuple(_read(file, _ROPE_FACTORS).tolist()))})
+        return found, config
+    factors = RopeFactors(tuple(_read(file, _ROPE_FACTORS).tolist()))
+    return found, replace(config, rope_scaling=factors)
 
 
 def _refuse_other_features(file: GGUFFile, architecture: str, head_dim: int) -> None:

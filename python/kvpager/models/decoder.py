@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from kvpager import ops
 from kvpager.cache import AttentionMetadata, PagedKVCache
 from kvpager.config import ModelConfig
+from kvpager.models.model import Model
 from kvpager.models.rotary import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers of a step are given.
+class LayerInputs:
+    """The inputs of a step that are the same for all layers.
 
     Attributes:
         cache: the pool that the metadata's slots and tables point into.
-        metadata: what is written where, and who attends to what.
-        cos_sin: cos_sin [P, D], the angles of each position.
+        metadata: the step's slots, tables and lengths.
+        cos_sin: cos_sin [P, D], the cosines and sines of the angles of each position.
         positions: positions [T] int64.
     """
 
@@ -43,7 +44,7 @@ class Linear(nn.Linear):
     """A linear layer on `kvpager.ops.linear`, which may write its result into a given place."""
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """X [T, in] → [T, out], in `out` if there is one."""
+        """Project `x` [T, in] → [T, out], written into `out` if it is given."""
         return ops.linear(x, self.weight, self.bias, out=out)
 
 
@@ -78,8 +79,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.eps = config.rms_norm_eps
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """X [T, C] → [T, C]; writes this step's keys and values, then attends to all that the tables name."""
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Write this step's keys and values, then attend over the sequences' tables: `x` [T, C] → [T, C]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         widths = [projection.out_features for projection in projections]
         qkv = x.new_empty((x.shape[0], sum(widths)))  # [T, (H + 2 K) · D]
@@ -87,10 +88,17 @@ class Attention(nn.Module):
             projection(x, out=part)
         q_weight = self.q_norm.weight if self.q_norm else None
         k_weight = self.k_norm.weight if self.k_norm else None
-        q = step.cache.norm_turn_write(
-            self.layer, qkv, q_weight, k_weight, step.cos_sin, step.positions, step.metadata.slot_mapping, eps=self.eps
+        q = inputs.cache.qk_norm_rope_write(
+            self.layer,
+            qkv,
+            q_weight,
+            k_weight,
+            inputs.cos_sin,
+            inputs.positions,
+            inputs.metadata.slot_mapping,
+            eps=self.eps,
         )  # [T, H, D]
-        attended = step.cache.attend(self.layer, q, step.metadata)  # [T, H, D]
+        attended = inputs.cache.attend(self.layer, q, inputs.metadata)  # [T, H, D]
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
 
@@ -106,7 +114,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(I, C, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X [T, C] → [T, C]."""
+        """Apply the MLP to `x` [T, C] → [T, C]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         out: Tensor = self.down_proj(ops.silu_mul(gate, up, out=gate))
         return out
@@ -115,7 +123,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each normed before and added to the residual stream after.
 
-    The norm that follows an addition does it, too; so the MLP's result is added by the norm behind this layer.
+    Residual additions are fused into the norm that follows them, so a layer returns its MLP's result unadded.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -125,9 +133,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
-        """Normed stream [T, C] → what is to be added to it [T, C]; `residual` [T, C] has grown by attention's part."""
-        attended = self.self_attn(normed, step)
+    def forward(self, normed: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
+        """Compute the MLP's result [T, C] from `normed` [T, C]; attention's result is added to `residual` [T, C]."""
+        attended = self.self_attn(normed, inputs)
         out: Tensor = self.mlp(self.post_attention_layernorm(attended, residual))
         return out
 
@@ -146,45 +154,34 @@ class DecoderModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
         """input_ids [T], positions [T] → hidden states [T, C]."""
         residual = self.embed_tokens(input_ids)
-        step = Step(cache, metadata, self.rotary.rows(metadata.max_seq_len, residual), positions)
+        inputs = LayerInputs(cache, metadata, self.rotary.rows(metadata.max_seq_len, residual), positions)
         layers = cast("list[DecoderLayer]", list(self.layers))
         norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]  # each adds the layer before it
         normed: Tensor = layers[0].input_layernorm(residual)
         for layer, norm in zip(layers, norms, strict=True):
-            normed = norm(layer(normed, residual, step), residual)
+            normed = norm(layer(normed, residual, inputs), residual)
         return normed
 
 
-class DecoderForCausalLM(nn.Module):
-    """The decoder with its head. Made on the meta device and filled by `kvpager.loader`.
+class DecoderForCausalLM(Model):
+    """The decoder with its head.
 
-    With tied embeddings there is no ``lm_head`` parameter at all: the embedding is the head.
+    With tied embeddings there is no ``lm_head`` parameter: the embedding is the head.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.model = DecoderModel(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: PagedKVCache, metadata: AttentionMetadata) -> Tensor:
-        """Runs one step and writes its keys and values into the cache.
-
-        Args:
-            input_ids: [T] int64, the tokens of all sequences of the step, sequence after sequence.
-            positions: [T] int64, of each token in its sequence.
-            cache: the pool that the metadata's slots and tables point into.
-            metadata: what is written where, and who attends to what.
-
-        Returns:
-            Hidden states [T, C] in the model's dtype; `logits` takes the rows that are wanted.
-        """
+        """See `Model.forward`."""
         out: Tensor = self.model(input_ids, positions, cache, metadata)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every next token: hidden [rows, C] → [rows, V] float32 (float64 where the model is)."""
+        """See `Model.logits`."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         scores = ops.linear(hidden, head.weight)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))

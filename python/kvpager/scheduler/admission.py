@@ -11,7 +11,7 @@ from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
+    from kvpager.manager import KVBlockManager
 
 
 class AdmissionGate:

@@ -12,7 +12,7 @@ The rules:
   two half computed prompts can't wait for each other's blocks. The watermark is waived while nobody runs.
 - If a step finds too few blocks, the running sequence of worst rank gives its own back and waits again with its rank.
 
-What that promises, with one priority (tests/engine/test_scheduler_properties.py):
+What that promises, with one priority (tests/scheduler/test_scheduler_properties.py):
 - Progress: the oldest unfinished sequence runs, is never preempted and advances by a token at least in every step. So
   each sequence ends within Σ (prompt + output tokens) steps over those that came up to it, whatever came after.
 - Order: nobody is preempted for a younger one, and nobody enters before an older one that waits.
@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpager.errors import ConfigError, OutOfBlocksError, StateError
+from kvpager.config import check_step_tokens
+from kvpager.errors import OutOfBlocksError, StateError
 from kvpager.scheduler.admission import AdmissionGate
 from kvpager.scheduler.rows import RowFollower, Rows, StopTable
 from kvpager.scheduler.sequence import Sequence, Status, WaitingQueue
 from kvpager.scheduler.step import Integers, SampleRows, ScheduledStep, SchedulerCounts
 
 if TYPE_CHECKING:
-    from kvpager.block_manager import KVBlockManager
-    from kvpager.decode_batch import BatchStep, DecodeBatch
+    from kvpager.manager import BatchStep, DecodeBatch, KVBlockManager
 
 
 class Scheduler:
@@ -65,11 +65,7 @@ class Scheduler:
         watermark_blocks: int = 0,
         followers: Iterable[RowFollower] = (),
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise ConfigError(
-                f"`max_num_batched_tokens` is {max_num_batched_tokens}; it must be at least `max_num_seqs` "
-                f"{max_num_seqs}, so that all who decode get their token"
-            )
+        check_step_tokens(max_num_batched_tokens, max_num_seqs)
         self.manager = manager
         self.batch = batch
         self.max_num_seqs = max_num_seqs
@@ -297,9 +293,7 @@ class Scheduler:
         for sequence in self._prefilling:
             length = int(rows.length[sequence.row])
             promised += (
-                self._gate.blocks_for(len(sequence.token_ids))
-                - self._gate.blocks_for(length)
-                - (length % size == 0)
+                self._gate.blocks_for(len(sequence.token_ids)) - self._gate.blocks_for(length) - (length % size == 0)
             )
         return promised
 

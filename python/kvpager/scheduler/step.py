@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvpager.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kvpager.decode_batch import BatchBuffers, BatchStep
+    from kvpager.manager import BatchBuffers, BatchStep
 
 Integers = NDArray[np.int64]
 

@@ -1,10 +1,12 @@
 //! The class of a batch that persists from step to step. It lives in its manager, under the manager's lock.
 
-use kvpager_core::{BatchId, BatchShape, TokenId};
+use kvpager_core::{BatchId, BatchShape};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
+use crate::answers::BatchStep;
 use crate::arguments::{read_sequence_id, wrong_kind};
+use crate::arrays::{read_counts, read_token_ids};
 use crate::lent::BufferSets;
 use crate::manager::KVBlockManager;
 
@@ -19,55 +21,6 @@ pub(crate) struct DecodeBatch {
     batch: BatchId,
     shape: BatchShape,
     sets: BufferSets,
-}
-
-/// What a step wrote, and where.
-#[pyclass(frozen, eq, hash, get_all, module = "kvpager._core")]
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub(crate) struct BatchStep {
-    /// The set that holds the step: 0 or 1.
-    buffer_set: usize,
-    /// Rows in use.
-    num_rows: usize,
-    /// New tokens of all rows.
-    num_tokens: usize,
-    /// Table entries that differ from the previous step.
-    num_changes: usize,
-    /// `changed` does not hold them all, or what the device shows is unknown: upload the table.
-    upload_table: bool,
-}
-
-#[pymethods]
-impl BatchStep {
-    fn __repr__(&self) -> String {
-        let Self { buffer_set, num_rows, num_tokens, num_changes, upload_table } = self;
-        let upload_table = if *upload_table { "True" } else { "False" };
-        format!(
-            "BatchStep(buffer_set={buffer_set}, num_rows={num_rows}, num_tokens={num_tokens}, \
-             num_changes={num_changes}, upload_table={upload_table})"
-        )
-    }
-}
-
-impl DecodeBatch {
-    /// Appends, and writes the set whose turn it is.
-    #[inline]
-    fn run(
-        &self,
-        py: Python<'_>,
-        counts: Option<&[u64]>,
-        token_ids: Option<&[TokenId]>,
-    ) -> PyResult<BatchStep> {
-        let num_tokens =
-            counts.unwrap_or_default().iter().fold(0, |sum: u64, &count| sum.saturating_add(count));
-        let step = self.manager.get().call(py, num_tokens, |manager| {
-            // SAFETY: under the lock of the only manager that has this batch.
-            let mut sets = unsafe { self.sets.lend() };
-            manager.step_batch(self.batch, &mut sets, counts, token_ids)
-        })?;
-        let kvpager_core::BatchStep { buffer_set, num_rows, num_tokens, num_changes, upload_table } = step;
-        Ok(BatchStep { buffer_set, num_rows, num_tokens, num_changes, upload_table })
-    }
 }
 
 #[pymethods]
@@ -128,16 +81,16 @@ impl DecodeBatch {
         counts: Option<&Bound<'_, PyAny>>,
         token_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<BatchStep> {
-        if counts.is_none() && token_ids.is_none() {
-            return self.run(py, None, None);
-        }
-        self.manager.get().with_arrays(|arrays| {
-            counts.map(|counts| arrays.read_counts(counts)).transpose()?;
-            token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
-            let counts = counts.is_some().then_some(arrays.counts.as_slice());
-            let token_ids = token_ids.is_some().then_some(arrays.token_ids.as_slice());
-            self.run(py, counts, token_ids)
-        })
+        let counts = counts.map(|counts| read_counts(counts, "counts")).transpose()?;
+        let token_ids = token_ids.map(read_token_ids).transpose()?;
+        let counts = counts.as_deref();
+        let work = counts.unwrap_or_default().iter().fold(0, |sum: u64, &count| sum.saturating_add(count));
+        let step = self.manager.get().call(py, work, |manager| {
+            // SAFETY: under the lock of the only manager that has this batch.
+            let mut sets = unsafe { self.sets.lend() };
+            manager.step_batch(self.batch, &mut sets, counts, token_ids.as_deref())
+        })?;
+        Ok(step.into())
     }
 
     /// Say that the first `ns[row]` tokens of each row, all by default, are written: `commit_batch` by row, which
@@ -149,18 +102,12 @@ impl DecodeBatch {
         ns: Option<&Bound<'_, PyAny>>,
         token_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let manager = self.manager.get();
-        if ns.is_none() && token_ids.is_none() {
-            return manager.call(py, 0, |manager| manager.commit_rows(self.batch, None, None));
-        }
-        manager.with_arrays(|arrays| {
-            ns.map(|ns| arrays.read_lengths(ns)).transpose()?;
-            token_ids.map(|token_ids| arrays.read_token_ids(token_ids)).transpose()?;
-            let ns = ns.is_some().then_some(arrays.counts.as_slice());
-            let token_ids = token_ids.is_some().then_some(arrays.token_ids.as_slice());
-            let work = token_ids.unwrap_or_default().len() as u64;
-            manager.call(py, work, |manager| manager.commit_rows(self.batch, ns, token_ids))
-        })
+        let ns = ns.map(|ns| read_counts(ns, "ns")).transpose()?;
+        let token_ids = token_ids.map(read_token_ids).transpose()?;
+        let work = token_ids.as_ref().map_or(0, Vec::len) as u64;
+        self.manager
+            .get()
+            .call(py, work, |manager| manager.commit_rows(self.batch, ns.as_deref(), token_ids.as_deref()))
     }
 
     /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full at

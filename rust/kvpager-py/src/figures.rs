@@ -3,10 +3,9 @@
 use kvpager_core::{BlockId, BlockManager, BlockState, Slot};
 use pyo3::prelude::*;
 
+use crate::answers::{BlockInfo, PoolStats};
 use crate::arguments::read_sequence_id;
-use crate::info::BlockInfo;
 use crate::manager::KVBlockManager;
-use crate::stats::PoolStats;
 
 #[pymethods]
 impl KVBlockManager {
@@ -61,7 +60,7 @@ impl KVBlockManager {
     /// Ids of the free blocks in the order of hand-out. O(N).
     #[getter]
     fn free_blocks(&self, py: Python<'_>) -> PyResult<Vec<BlockId>> {
-        self.call(py, u64::from(self.config.num_blocks()), |manager| Ok(manager.free_blocks()))
+        self.call(py, self.all_blocks(), |manager| Ok(manager.free_blocks()))
     }
 
     /// The counters of this moment. O(1).
@@ -81,34 +80,29 @@ impl KVBlockManager {
         if let Some(id) = sequence_id.map(read_sequence_id).transpose()? {
             return self.call(py, 0, |manager| manager.internal_fragmentation_tokens(Some(id)));
         }
-        let work = u64::from(self.config.num_blocks());
-        self.call(py, work, |manager| manager.internal_fragmentation_tokens(None))
+        self.call(py, self.all_blocks(), |manager| manager.internal_fragmentation_tokens(None))
     }
 
     /// Everything about one block, for people. O(entries + cached blocks).
     fn block_info(&self, py: Python<'_>, block_id: &Bound<'_, PyAny>) -> PyResult<BlockInfo> {
         let block = self.read_block(block_id)?;
-        let work = u64::from(self.config.num_blocks());
-        self.call(py, work, |manager| manager.block_info(block)).map(BlockInfo::from)
+        self.call(py, self.all_blocks(), |manager| manager.block_info(block)).map(BlockInfo::from)
     }
 
     /// `live`, `fenced`, `cached` or `free`, of every block. O(N).
     fn block_states(&self, py: Python<'_>) -> PyResult<Vec<&'static str>> {
-        let work = u64::from(self.config.num_blocks());
-        let states = self.call(py, work, |manager| Ok(manager.block_states()))?;
+        let states = self.call(py, self.all_blocks(), |manager| Ok(manager.block_states()))?;
         Ok(states.into_iter().map(BlockState::as_str).collect())
     }
 
     /// Audit everything; one sentence for each thing that is broken, none if all is sound. O(blocks + entries).
     fn check_invariants(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        let work = u64::from(self.config.num_blocks());
-        self.call(py, work, |manager| Ok(manager.check_invariants()))
+        self.call(py, self.all_blocks(), |manager| Ok(manager.check_invariants()))
     }
 
     /// Whether the audit finds nothing. O(blocks + entries).
     fn invariants_ok(&self, py: Python<'_>) -> PyResult<bool> {
-        let work = u64::from(self.config.num_blocks());
-        self.call(py, work, |manager| Ok(manager.check_invariants().is_empty()))
+        self.call(py, self.all_blocks(), |manager| Ok(manager.check_invariants().is_empty()))
     }
 
     /// Converts the id, does nothing and returns 0: what crossing the boundary costs with the signature of
@@ -116,18 +110,5 @@ impl KVBlockManager {
     #[expect(clippy::unused_self, reason = "a method like `append_token`, without its work")]
     fn _empty_call(&self, _py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<Slot> {
         read_sequence_id(sequence_id).map(|_| 0)
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let stats = self.call(py, 0, |manager| Ok(manager.stats()))?;
-        Ok(format!(
-            "KVBlockManager({} blocks of {} tokens: {} live, {} fenced, {} free; {} sequences)",
-            stats.num_blocks,
-            self.config.block_size(),
-            stats.live,
-            stats.fenced,
-            stats.free,
-            stats.num_sequences
-        ))
     }
 }

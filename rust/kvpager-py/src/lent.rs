@@ -5,34 +5,29 @@ use pyo3::buffer::Element;
 use pyo3::prelude::*;
 
 use crate::arguments::wrong_kind;
-use crate::buffers::Held;
+use crate::buffers::Out;
 use crate::failure::argument_error;
 
 /// Attributes of a set.
 const NAMES: [&str; 5] = ["block_tables", "seq_lens", "query_start_loc", "slot_mapping", "changed"];
 
-/// The attribute `name` of a set, of which `fits` likes the shape; `kind` says in words what is wanted.
+/// The attribute `name` of a set, if its shape `fits`; `kind` says in words what does.
 fn open<T: Element>(
     set: &Bound<'_, PyAny>,
     name: &str,
     kind: &str,
     fits: impl FnOnce(&[usize]) -> bool,
-) -> PyResult<Held<T>> {
-    let wanted = || format!("a writable, contiguous {kind} on the CPU");
-    let buffer = Held::open(name, &set.getattr(name)?, wanted)?;
-    if !fits(buffer.shape()) {
-        return Err(argument_error(name, &wanted(), buffer.describe()));
-    }
-    Ok(buffer)
+) -> PyResult<Out<T>> {
+    Out::open(name, &set.getattr(name)?, || format!("a writable, contiguous {kind} on the CPU"), fits)
 }
 
 /// One set: see [`BatchBuffers`].
 struct LentSet {
-    block_tables: Held<i32>,
-    seq_lens: Held<i32>,
-    query_start_loc: Held<i32>,
-    slot_mapping: Held<i64>,
-    changed: Held<i32>,
+    block_tables: Out<i32>,
+    seq_lens: Out<i32>,
+    query_start_loc: Out<i32>,
+    slot_mapping: Out<i64>,
+    changed: Out<i32>,
 }
 
 impl LentSet {

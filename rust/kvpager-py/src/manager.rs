@@ -4,20 +4,16 @@
 //! after); a thread that waits for the lock has let go of the interpreter; work that may take long runs detached from
 //! it. So any interleaving of threads equals some serial order, and there is no deadlock with the interpreter.
 //!
-//! Its methods stand beside it: `sequences`, `batches`, `exports`, `prefix` and `figures`; each converts, calls and
-//! returns.
+//! Its methods stand beside it: `sequences`, `batches`, `prefix` and `figures`; each converts, calls and returns.
 
 use std::sync::Mutex;
 
 use kvpager_core::{BlockId, BlockManager, Config, Error, EvictionPolicy};
-use pyo3::buffer::Element;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::arguments::{read_config, read_flag, read_natural, read_option, text};
-use crate::arrays::Arrays;
-use crate::failure::{Failure, argument_error, config_error, guarded};
-use crate::out::Out;
+use crate::arguments::{read_config, read_flag, read_up_to, text};
+use crate::failure::{Failure, config_error, guarded};
 
 /// Above this many tokens, table entries or blocks a call lets other Python threads run meanwhile. Letting go of the
 /// interpreter and coming back costs about as much as 200 tokens; this many take some 5 µs.
@@ -25,14 +21,12 @@ const LONG_WORK: u64 = 8192;
 
 /// The block manager in Rust: maps the tokens of many sequences to the blocks of one pool.
 ///
-/// `kvpager.KVBlockManager` adds what people look at. Integers out of range raise `ArgumentError`, what is no
-/// integer raises `TypeError`; arguments are checked before the state is looked at.
+/// `kvpager.KVBlockManager` adds what people look at. Integers out of range raise `ArgumentError`, other kinds raise
+/// `TypeError`; all arguments, `out` too, are checked before the state is looked at.
 #[pyclass(frozen, subclass, module = "kvpager._core")]
 pub(crate) struct KVBlockManager {
     pub(crate) config: Config,
     manager: Mutex<BlockManager>,
-    /// Taken out by a batched call while it converts, so that a nested or parallel call makes its own.
-    arrays: Mutex<Option<Box<Arrays>>>,
 }
 
 impl KVBlockManager {
@@ -60,51 +54,20 @@ impl KVBlockManager {
         answer.map_err(PyErr::from)
     }
 
-    /// [`call`](Self::call) with an answer that `body` writes to `out` once nothing can fail any more.
-    ///
-    /// What was only looked at is written at once, while this thread keeps the interpreter and nobody else has the lock;
-    /// otherwise it is held first.
-    #[inline]
-    pub(crate) fn call_into<T: Element + Send + Sync, R: Send>(
-        &self,
-        py: Python<'_>,
-        work: u64,
-        out: Out<'_, '_, T>,
-        body: impl FnOnce(&mut BlockManager, &mut [T]) -> Result<R, Error> + Send,
-    ) -> PyResult<R> {
-        if let Out::Seen(_, seen) = out
-            && work <= LONG_WORK
-            && let Ok(mut manager) = self.manager.try_lock()
-        {
-            // SAFETY: opened as an `out` of this type; no Python has run since, and none will before `body` is done.
-            // Under the lock nobody else here has a slice over the caller's memory.
-            let answer = guarded(move || Ok(body(&mut manager, unsafe { seen.slice_mut() })?));
-            return answer.map_err(PyErr::from);
-        }
-        let held = out.hold()?;
-        // SAFETY: under the lock nobody else here has a slice over the caller's memory.
-        self.call(py, work, |manager| body(manager, unsafe { held.slice() }))
-    }
-
-    /// Runs a call that reads arrays with the kept memory.
-    #[inline]
-    pub(crate) fn with_arrays<T>(&self, body: impl FnOnce(&mut Arrays) -> PyResult<T>) -> PyResult<T> {
-        let kept = self.arrays.try_lock().ok().and_then(|mut kept| kept.take());
-        let mut arrays = kept.unwrap_or_default();
-        let answer = body(&mut arrays);
-        if let Ok(mut kept) = self.arrays.try_lock() {
-            *kept = Some(arrays);
-        }
-        answer
-    }
-
     /// The parameter `block_id`, any block of this pool.
     pub(crate) fn read_block(&self, block_id: &Bound<'_, PyAny>) -> PyResult<BlockId> {
         let last = self.config.num_blocks() - 1;
-        let wanted = format!("a block in 0..{last}");
-        let block = read_natural(block_id, "block_id", &wanted)?;
-        let found = BlockId::try_from(block).ok().filter(|&block| block <= last);
-        found.ok_or_else(|| argument_error("block_id", &wanted, block.to_string()))
+        read_up_to(block_id, "block_id", last, &format!("a block in 0..{last}"))
+    }
+
+    /// Token positions of the whole pool.
+    pub(crate) fn num_slots(&self) -> u64 {
+        u64::from(self.config.num_blocks()) * self.config.block_size()
+    }
+
+    /// The work of a call that looks at every block.
+    pub(crate) fn all_blocks(&self) -> u64 {
+        self.config.num_blocks().into()
     }
 }
 
@@ -136,33 +99,34 @@ impl KVBlockManager {
         max_sequence_length: Option<&Bound<'_, PyAny>>,
         _equal_hashes: bool,
     ) -> PyResult<Self> {
-        let num_physical_blocks = read_config(num_physical_blocks, "num_physical_blocks")?;
-        let block_size = read_config(block_size, "block_size")?;
-        let mut config = guarded(|| Ok(Config::new(num_physical_blocks, block_size)?))?
+        let in_63_bits = "1 to 2^63-1";
+        let num_blocks = read_config(num_physical_blocks, "num_physical_blocks", in_63_bits)?;
+        let block_size = read_config(block_size, "block_size", in_63_bits)?;
+        let up_to_all = format!("0 to {num_blocks}");
+        let option = |value: Option<&Bound<'_, PyAny>>, argument: &str, wanted: &str| {
+            value.map(|value| read_config(value, argument, wanted)).transpose()
+        };
+        let mut config = guarded(|| Ok(Config::new(num_blocks, block_size)?))?
             .with_prefix_caching(enable_prefix_caching)
             .with_fences(fences)
             .with_constant_hash(_equal_hashes);
-        let up_to_all = format!("0 to {num_physical_blocks}");
-        if let Some(value) = watermark_blocks {
-            let num_blocks = read_option(value, "watermark_blocks", &up_to_all)?;
-            config = guarded(|| Ok(config.with_watermark_blocks(num_blocks)?))?;
+        if let Some(blocks) = option(watermark_blocks, "watermark_blocks", &up_to_all)? {
+            config = guarded(|| Ok(config.with_watermark_blocks(blocks)?))?;
         }
         if let Some(value) = eviction_policy {
             config = config.with_eviction_policy(read_policy(value)?);
         }
-        if let Some(value) = hash_seed {
-            config = config.with_hash_seed(read_option(value, "hash_seed", "0 to 2^64-1")?);
+        if let Some(seed) = option(hash_seed, "hash_seed", "0 to 2^64-1")? {
+            config = config.with_hash_seed(seed);
         }
-        if let Some(value) = max_pinned_blocks {
-            let num_blocks = read_option(value, "max_pinned_blocks", &up_to_all)?;
-            config = guarded(|| Ok(config.with_max_pinned_blocks(num_blocks)?))?;
+        if let Some(blocks) = option(max_pinned_blocks, "max_pinned_blocks", &up_to_all)? {
+            config = guarded(|| Ok(config.with_max_pinned_blocks(blocks)?))?;
         }
-        if let Some(value) = max_sequence_length {
-            let num_tokens = read_option(value, "max_sequence_length", "1 to 2^63-1")?;
-            config = guarded(|| Ok(config.with_max_sequence_length(num_tokens)?))?;
+        if let Some(tokens) = option(max_sequence_length, "max_sequence_length", in_63_bits)? {
+            config = guarded(|| Ok(config.with_max_sequence_length(tokens)?))?;
         }
         let manager = guarded(|| Ok(BlockManager::new(config)?))?;
-        Ok(Self { config, manager: Mutex::new(manager), arrays: Mutex::default() })
+        Ok(Self { config, manager: Mutex::new(manager) })
     }
 }
 

@@ -1,17 +1,16 @@
 //! The methods of the class about cached prefixes: admission, pins, epochs.
 
-use kvpager_core::{AdmitOptions, Error, SequenceId};
+use kvpager_core::{AdmitOptions, BlockManager, Error};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PySlice, PyTuple, PyType};
 
-use crate::arguments::{COUNT, read_flag, read_natural, read_sequence_id};
-use crate::arrays::Arrays;
-use crate::failure::argument_error;
+use crate::arguments::{COUNT, natural, read_flag, read_natural, read_sequence_id, text};
+use crate::buffers::Out;
 use crate::manager::KVBlockManager;
-use crate::out::{Out, new_tensor};
-use crate::prompt::Keys;
+use crate::prompt::OwnedPrompt;
+use crate::tensors::new_tensor;
 
 #[pymethods]
 impl KVBlockManager {
@@ -65,21 +64,30 @@ impl KVBlockManager {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
-            let keys = Keys::read(salt, adapter, items, arrays.token_ids.len())?;
-            let Some(out) = out else {
-                // What is refused as too long gets no memory.
-                let room = options.num_new_tokens.unwrap_or(u64::MAX).min(arrays.token_ids.len() as u64);
-                let fits = room <= u64::from(self.config.num_blocks()) * self.config.block_size();
-                let slots = new_tensor(py, &[if fits { room } else { 0 }], "int64", None)?;
-                let (num_computed, num_slots) = self.admit_into(py, id, arrays, &keys, &options, &slots)?;
-                return answer(num_computed, slots.get_item(PySlice::new(py, 0, num_slots as isize, 1))?);
-            };
-            let (num_computed, _) = self.admit_into(py, id, arrays, &keys, &options, out)?;
-            answer(num_computed, out.clone())
-        })
+        let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
+        let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
+        let most = prompt.len().min(options.num_new_tokens.unwrap_or(u64::MAX));
+        // A prompt that is refused as too long gets no memory.
+        let room = if most <= self.num_slots() { most } else { 0 };
+        let memory = out.map_or_else(|| new_tensor(py, &[room], "int64", None), |out| Ok(out.clone()))?;
+        let target = Out::open("out", &memory, || wanted_of_out(most), |_| true)?;
+        let (is_given, mut slots) = (out.is_some(), Vec::new());
+        let admitted = self.call(py, prompt.len(), |manager| {
+            prompt.lend(|prompt| {
+                // How many slots there are is known only after matching: looked at first if `out` may be too small.
+                if (target.len() as u64) < most && is_given {
+                    let rest = prompt.token_ids.len() as u64 - manager.match_prefix(prompt)?;
+                    if (target.len() as u64) < rest.min(most) {
+                        return Err(target.too_small(wanted_of_out(rest.min(most))));
+                    }
+                }
+                manager.admit(id, prompt, &options, &mut slots)
+            })
+        })?;
+        target.write(py, &slots);
+        let all = PySlice::new(py, 0, slots.len() as isize, 1);
+        let memory = if is_given { memory } else { memory.get_item(all)? };
+        answer(admitted.num_computed_tokens, memory)
     }
 
     /// Whether `admit` would succeed now; False only for want of blocks. Changes nothing. O(tokens).
@@ -101,15 +109,9 @@ impl KVBlockManager {
         #[pyo3(from_py_with = read_resumed)] resumed: bool,
     ) -> PyResult<bool> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
-            let token_ids = &arrays.token_ids;
-            let keys = Keys::read(salt, adapter, items, token_ids.len())?;
-            let items = keys.items();
-            let prompt = keys.prompt(token_ids, &items);
-            self.call(py, token_ids.len() as u64, |manager| manager.can_admit(id, &prompt, &options))
-        })
+        let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
+        let options = read_options(num_new_tokens, reserve_blocks, resumed)?;
+        self.call(py, prompt.len(), |manager| prompt.lend(|prompt| manager.can_admit(id, prompt, &options)))
     }
 
     /// Leading tokens of a prompt that `admit` would find computed. Changes nothing, counts nothing. O(tokens).
@@ -122,14 +124,8 @@ impl KVBlockManager {
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let token_ids = &arrays.token_ids;
-            let keys = Keys::read(salt, adapter, items, token_ids.len())?;
-            let items = keys.items();
-            let prompt = keys.prompt(token_ids, &items);
-            self.call(py, token_ids.len() as u64, |manager| manager.match_prefix(&prompt))
-        })
+        let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
+        self.call(py, prompt.len(), |manager| prompt.lend(|prompt| manager.match_prefix(prompt)))
     }
 
     /// Hold the cached full blocks of a prompt until `unpin`; the id of the pin. O(tokens).
@@ -142,14 +138,8 @@ impl KVBlockManager {
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let token_ids = &arrays.token_ids;
-            let keys = Keys::read(salt, adapter, items, token_ids.len())?;
-            let items = keys.items();
-            let prompt = keys.prompt(token_ids, &items);
-            self.call(py, token_ids.len() as u64, |manager| manager.pin_prefix(&prompt))
-        })
+        let prompt = OwnedPrompt::read(token_ids, salt, adapter, items)?;
+        self.call(py, prompt.len(), |manager| prompt.lend(|prompt| manager.pin_prefix(prompt)))
     }
 
     /// Let go of a pin's blocks, last first. O(blocks).
@@ -160,78 +150,26 @@ impl KVBlockManager {
 
     /// Close the current epoch and return its number. O(1).
     fn advance_epoch(&self, py: Python<'_>) -> PyResult<u64> {
-        self.call(py, 0, kvpager_core::BlockManager::advance_epoch)
+        self.call(py, 0, BlockManager::advance_epoch)
     }
 
     /// All work up to `epoch` is done: what was freed in it may be handed out. O(blocks freed in it).
     fn retire(&self, py: Python<'_>, epoch: &Bound<'_, PyAny>) -> PyResult<()> {
-        let integer = read_natural(epoch, "epoch", "a closed epoch");
-        let epoch = match integer {
-            Ok(epoch) => epoch,
-            // Below 0 or above any: as the core words it, with what came.
-            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => return Err(error),
-            Err(_) => {
-                let came = crate::arguments::text(epoch);
-                return self.call(py, 0, move |manager| match manager.retire(u64::MAX) {
-                    Err(Error::Argument { argument, wanted, .. }) => {
-                        Err(Error::Argument { argument, wanted, got: came })
-                    }
-                    other => other,
-                });
-            }
-        };
-        self.call(py, u64::from(self.config.num_blocks()), |manager| manager.retire(epoch))
+        // An integer that can be no epoch is refused as the core words it, with the value that came.
+        let (number, came) = (natural(epoch, "epoch")?.unwrap_or(u64::MAX), text(epoch));
+        self.call(py, self.all_blocks(), |manager| {
+            manager.retire(number).map_err(|error| match error {
+                Error::Argument { argument, wanted, .. } => Error::Argument { argument, wanted, got: came },
+                other => other,
+            })
+        })
     }
 
     /// Forget every cached prefix; sequences that have tokens by now index nothing more. O(blocks).
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
-        let work = u64::from(self.config.num_blocks());
-        self.call(py, work, |manager| {
+        self.call(py, self.all_blocks(), |manager| {
             manager.reset_prefix_cache();
             Ok(())
-        })
-    }
-}
-
-impl KVBlockManager {
-    /// Admits the prompt that was read to `arrays`, and writes its slots to the front of `out`: (computed tokens, slots).
-    fn admit_into(
-        &self,
-        py: Python<'_>,
-        id: SequenceId,
-        arrays: &mut Arrays,
-        keys: &Keys,
-        options: &AdmitOptions,
-        out: &Bound<'_, PyAny>,
-    ) -> PyResult<(u64, u64)> {
-        let Arrays { token_ids, slots, .. } = arrays;
-        let (items, work) = (keys.items(), token_ids.len() as u64);
-        let prompt = keys.prompt(token_ids, &items);
-        let most = work.min(options.num_new_tokens.unwrap_or(work));
-        let target = match Out::open(out, || wanted_of_out(most)) {
-            Ok(target) => target,
-            Err(about_out) => {
-                // What is wrong with the prompt itself is said first.
-                self.call(py, work, |manager| manager.settle_admission(id, &prompt, options).map(drop))?;
-                return Err(about_out);
-            }
-        };
-        let admitted = self.call_into(py, work, target, |manager, out| {
-            // How many slots there are is known only after matching: looked at first where `out` may be too small.
-            if (out.len() as u64) < most {
-                let planned = manager.settle_admission(id, &prompt, options)?;
-                if (out.len() as u64) < planned.num_slots {
-                    return Ok(Err(planned.num_slots));
-                }
-            }
-            slots.clear();
-            let admission = manager.admit(id, &prompt, options, slots)?;
-            out[..slots.len()].copy_from_slice(slots);
-            Ok(Ok((admission.num_computed_tokens, admission.num_slots)))
-        })?;
-        admitted.or_else(|num_slots| {
-            let wanted = wanted_of_out(num_slots);
-            Err(argument_error("out", &wanted, Out::<i64>::open(out, || wanted.clone())?.describe()))
         })
     }
 }
@@ -241,7 +179,7 @@ fn answer(num_computed: u64, slots: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAn
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     static NEW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = slots.py();
-    let class = CLASS.import(py, "kvpager.block_manager", "Admission")?;
+    let class = CLASS.import(py, "kvpager.manager", "Admission")?;
     let new = NEW.get_or_try_init(py, || {
         py.get_type::<PyTuple>().getattr(intern!(py, "__new__")).map(Bound::unbind)
     })?;

@@ -1,28 +1,32 @@
-//! What tells equal tokens apart (salt, adapter, media items), from Python to the core's [`Prompt`].
+//! A prompt from Python: its token ids, and the keys that tell equal ones apart (salt, adapter, media items).
 
 use kvpager_core::{Item, Prompt, TokenId};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::arguments::{read_signed, wrong_kind};
+use crate::arguments::{integer, wrong_kind};
+use crate::arrays::read_token_ids;
 use crate::failure::argument_error;
 
-/// The strings of a prompt, owned while the core reads them.
-pub(crate) struct Keys {
+/// A prompt, owned while the core reads it.
+pub(crate) struct OwnedPrompt {
+    token_ids: Vec<TokenId>,
     salt: Option<PyBackedStr>,
     adapter: Option<PyBackedStr>,
     items: Vec<(u64, u64, PyBackedStr)>,
 }
 
-impl Keys {
-    /// Reads and checks them; `items` are (start, stop, key), sorted, disjoint and within the prompt's tokens.
+impl OwnedPrompt {
+    /// Reads and checks it; `items` are (start, stop, key), sorted, disjoint and within the prompt's tokens.
     pub(crate) fn read(
+        token_ids: &Bound<'_, PyAny>,
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         items: Option<&Bound<'_, PyAny>>,
-        num_tokens: usize,
     ) -> PyResult<Self> {
+        let token_ids = read_token_ids(token_ids)?;
+        let num_tokens = token_ids.len();
         let text = |value: Option<&Bound<'_, PyAny>>, argument: &str| {
             value.map(|value| read_text(value, argument, "a str or None")).transpose()
         };
@@ -33,7 +37,7 @@ impl Keys {
         let items = items.filter(|items| !items.cast_exact::<PyTuple>().is_ok_and(PyTupleMethods::is_empty));
         for item in items.map(PyAnyMethods::try_iter).transpose()?.into_iter().flatten() {
             let [start, stop, key] = read_triple(&item?)?;
-            let (first, last) = (read_signed(&start, "items")?, read_signed(&stop, "items")?);
+            let (first, last) = (integer::<i64>(&start, "items")?, integer::<i64>(&stop, "items")?);
             let key = read_text(&key, "items", "a str as key")?;
             let within = first
                 .zip(last)
@@ -46,16 +50,20 @@ impl Keys {
             behind = last;
             read.push((first as u64, last as u64, key));
         }
-        Ok(Self { salt, adapter, items: read })
+        Ok(Self { token_ids, salt, adapter, items: read })
     }
 
-    /// The items as the core takes them.
-    pub(crate) fn items(&self) -> Vec<Item<'_>> {
-        self.items.iter().map(|&(start, stop, ref key)| Item { start, stop, key }).collect()
+    /// Tokens.
+    pub(crate) fn len(&self) -> u64 {
+        self.token_ids.len() as u64
     }
 
-    pub(crate) fn prompt<'a>(&'a self, token_ids: &'a [TokenId], items: &'a [Item<'a>]) -> Prompt<'a> {
-        Prompt { token_ids, salt: self.salt.as_deref(), adapter: self.adapter.as_deref(), items }
+    /// Shows it to `body` as the core takes it.
+    #[inline]
+    pub(crate) fn lend<T>(&self, body: impl FnOnce(&Prompt<'_>) -> T) -> T {
+        let Self { token_ids, salt, adapter, items } = self;
+        let items: Vec<_> = items.iter().map(|&(start, stop, ref key)| Item { start, stop, key }).collect();
+        body(&Prompt { token_ids, salt: salt.as_deref(), adapter: adapter.as_deref(), items: &items })
     }
 }
 

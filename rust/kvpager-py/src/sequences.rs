@@ -3,7 +3,8 @@
 use kvpager_core::{BlockId, Slot};
 use pyo3::prelude::*;
 
-use crate::arguments::{COUNT, ID, read_natural, read_position, read_sequence_id, read_token_id};
+use crate::arguments::{COUNT, ID, read_natural, read_position, read_sequence_id};
+use crate::arrays::{Run, read_run, read_token_id, read_token_ids};
 use crate::manager::KVBlockManager;
 
 #[pymethods]
@@ -23,7 +24,7 @@ impl KVBlockManager {
         token_id: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
         let id = read_sequence_id(sequence_id)?;
-        let token_id = token_id.map(|token_id| read_token_id(token_id, "token_id")).transpose()?;
+        let token_id = token_id.map(read_token_id).transpose()?;
         self.call(py, 0, |manager| manager.append_token(id, token_id))
     }
 
@@ -35,19 +36,13 @@ impl KVBlockManager {
         n: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<Slot>> {
         let id = read_sequence_id(sequence_id)?;
-        self.with_arrays(|arrays| {
-            let mut slots = Vec::new();
-            if let Some(n) = arrays.read_count_or_token_ids(n)? {
-                self.call(py, n, |manager| manager.append_tokens(id, n, None, &mut slots))?;
-            } else {
-                let token_ids = &arrays.token_ids;
-                let work = token_ids.len() as u64;
-                self.call(py, work, |manager| {
-                    manager.append_tokens(id, token_ids.len() as u64, Some(token_ids), &mut slots)
-                })?;
-            }
-            Ok(slots)
-        })
+        let (run, mut slots) = (read_run(n)?, Vec::new());
+        let (n, token_ids) = match &run {
+            Run::Count(n) => (*n, None),
+            Run::TokenIds(token_ids) => (token_ids.len() as u64, Some(token_ids.as_slice())),
+        };
+        self.call(py, n, |manager| manager.append_tokens(id, n, token_ids, &mut slots))?;
+        Ok(slots)
     }
 
     /// Say that the first `n` tokens are written: blocks that became full can be found from now on. `token_ids` are
@@ -62,14 +57,9 @@ impl KVBlockManager {
     ) -> PyResult<()> {
         let id = read_sequence_id(sequence_id)?;
         let n = read_natural(n, "n", COUNT)?;
-        let Some(token_ids) = token_ids else {
-            return self.call(py, 0, |manager| manager.commit(id, n, None));
-        };
-        self.with_arrays(|arrays| {
-            arrays.read_token_ids(token_ids)?;
-            let token_ids = &arrays.token_ids;
-            self.call(py, token_ids.len() as u64, |manager| manager.commit(id, n, Some(token_ids)))
-        })
+        let token_ids = token_ids.map(read_token_ids).transpose()?;
+        let work = token_ids.as_ref().map_or(0, Vec::len) as u64;
+        self.call(py, work, |manager| manager.commit(id, n, token_ids.as_deref()))
     }
 
     /// Tokens of a sequence that are known to be written. O(1).

@@ -29,7 +29,7 @@ pub struct AdmitOptions {
     pub resumed: bool,
 }
 
-/// What an admission does, or would do.
+/// What an admission did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admission {
     /// Leading tokens that were found computed: a multiple of the block size.
@@ -192,20 +192,8 @@ impl BlockManager {
         }
     }
 
-    /// What [`admit`](Self::admit) would answer with these arguments now, or why not. Changes nothing. O(tokens).
-    ///
-    /// # Errors
-    /// Those of [`admit`](Self::admit).
-    ///
-    /// ```
-    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
-    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// let planned = manager.settle_admission(1, &Prompt::new(&[1, 2, 3, 4, 5]), &AdmitOptions::default())?;
-    /// assert_eq!(planned.num_slots, 5);
-    /// assert_eq!(manager.stats().num_sequences, 0);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn settle_admission(
+    /// What [`admit`](Self::admit) would answer with these arguments now, or why not. Changes nothing.
+    fn settle_admission(
         &mut self,
         sequence_id: SequenceId,
         prompt: &Prompt<'_>,
