@@ -39,7 +39,7 @@ fn staggered(num_blocks: u64, batch: u64, num_tokens: u64) -> (BlockManager, Vec
     for id in 0..batch {
         manager.create_sequence(id).expect("the id is new");
         let length = num_tokens + id % BLOCK_SIZE;
-        manager.append_tokens(id, length, &mut slots).expect("the pool is large enough");
+        manager.append_tokens(id, length, None, &mut slots).expect("the pool is large enough");
         slots.clear();
     }
     (manager, (0..batch).collect())
@@ -60,7 +60,7 @@ fn time_steps(
         let start = Instant::now();
         for _ in 0..steps {
             slots.clear();
-            manager.append_batch(black_box(ids), None, &mut slots).expect("the pool is large enough");
+            manager.append_batch(black_box(ids), None, None, &mut slots).expect("the pool is large enough");
             black_box(&slots);
         }
         elapsed += start.elapsed();
@@ -119,7 +119,7 @@ fn lifecycle(criterion: &mut Criterion) {
             }
             for _ in 0..NUM_TOKENS {
                 slots.clear();
-                manager.append_batch(&ids, None, &mut slots).expect("the pool holds them all");
+                manager.append_batch(&ids, None, None, &mut slots).expect("the pool holds them all");
                 black_box(&slots);
             }
             for &id in &ids {
@@ -136,7 +136,7 @@ fn fork_copy_on_write(criterion: &mut Criterion) {
     criterion.benchmark_group("allocator").bench_function("fork_copy_on_write", |bencher| {
         bencher.iter(|| {
             manager.fork_sequence(parent, child, None).expect("the id is new");
-            let slot = manager.append_token(child).expect("there is a block for the copy");
+            let slot = manager.append_token(child, None).expect("there is a block for the copy");
             let pairs = manager.take_copies();
             manager.release_sequence(child).expect("it exists");
             (slot, pairs)
@@ -160,7 +160,7 @@ fn release(criterion: &mut Criterion) {
                 for id in 0..batch {
                     manager.create_sequence(id).expect("the id is new");
                     slots.clear();
-                    manager.append_tokens(id, NUM_TOKENS, &mut slots).expect("the pool holds them all");
+                    manager.append_tokens(id, NUM_TOKENS, None, &mut slots).expect("the pool holds them all");
                 }
                 let start = Instant::now();
                 for id in 0..batch {

@@ -73,6 +73,12 @@ impl KVBlockManager {
 
 #[pymethods]
 impl KVBlockManager {
+    /// Names that `eviction_policy` may have, the default first.
+    #[classattr]
+    fn eviction_policies() -> Vec<&'static str> {
+        EvictionPolicy::ALL.iter().map(|policy| policy.as_str()).collect()
+    }
+
     #[new]
     #[pyo3(signature = (
         num_physical_blocks, block_size, *, enable_prefix_caching = false, watermark_blocks = None, fences = false,
@@ -135,9 +141,5 @@ fn read_fences(value: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 fn read_policy(value: &Bound<'_, PyAny>) -> PyResult<EvictionPolicy> {
     let name = text(value);
-    match name.as_str() {
-        "lru" => Ok(EvictionPolicy::Lru),
-        "slru" => Ok(EvictionPolicy::Slru),
-        _ => Err(config_error(format!("`eviction_policy`: wanted `lru` or `slru`, got {name}"))),
-    }
+    name.parse().map_err(|wanted| config_error(format!("`eviction_policy`: wanted {wanted}, got {name}")))
 }
