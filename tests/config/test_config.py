@@ -102,10 +102,35 @@ def test_the_published_config() -> None:
 
 
 def test_b112_a_missing_head_dim_is_hidden_over_heads() -> None:
-    assert ModelConfig.from_dict(without("head_dim")).head_dim == 64
+    plain = {key: value for key, value in llama().items() if key != "head_dim"}
+    assert ModelConfig.from_dict(plain).head_dim == 64
     assert ModelConfig.from_dict(without("head_dim", head_dim=None)).head_dim == 64
     with pytest.raises(ConfigError, match=r"`head_dim` is missing and `hidden_size` 1000 is not a multiple"):
-        ModelConfig.from_dict(without("head_dim", hidden_size=1000))
+        ModelConfig.from_dict({**plain, "hidden_size": 1000})
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Llama"])
+@pytest.mark.parametrize(
+    "key",
+    ["num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "eos_token_id"],
+)
+def test_f214_what_a_config_lacks_is_the_family_default(family: str, key: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = {"Qwen3": PUBLISHED, "Qwen2": qwen2(), "Llama": llama()}[family]
+    raw = {**raw, "num_attention_heads": 32, "hidden_size": 2048, "rms_norm_eps": 1e-5}
+    raw = {name: value for name, value in raw.items() if name != key}
+    theirs = getattr(transformers, f"{family}Config")(**raw)
+    ours = ModelConfig.from_dict(raw)
+    if key == "eos_token_id":
+        assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    elif key == "head_dim" and family == "Qwen2":
+        assert ours.head_dim == 2048 // 32, "transformers computes it where it is used"
+    else:
+        assert getattr(ours, key) == getattr(theirs, key)
+
+
+def test_f214_no_kv_heads_means_as_many_as_heads() -> None:
+    assert ModelConfig.from_dict(without(num_key_value_heads=None)).num_key_value_heads == 16
 
 
 @pytest.mark.parametrize(
@@ -114,8 +139,10 @@ def test_b112_a_missing_head_dim_is_hidden_over_heads() -> None:
         (without("rope_theta"), "config has neither `rope_theta` nor `rope_parameters.rope_theta`"),
         (new_spelling(rope_parameters={"rope_type": "default"}), "config has neither `rope_theta` nor"),
         (without("torch_dtype"), "config has neither `torch_dtype` nor `dtype`"),
-        (without("tie_word_embeddings"), "config has no `tie_word_embeddings`"),
-        (without("rms_norm_eps"), "config has no `rms_norm_eps`"),
+        (without("vocab_size"), "config has no `vocab_size`"),
+        (without(rms_norm_eps=None), "config has no `rms_norm_eps`"),
+        (without(rms_norm_eps=float("inf")), "`rms_norm_eps` is Infinity; wanted a number above 0 that is finite"),
+        (without(hidden_size=10**30), "`hidden_size` is 10{30}; wanted an integer of at least 1, below"),
         (without(vocab_size="many"), '`vocab_size` is "many"; wanted an integer of at least 1'),
         (without(num_hidden_layers=True), "`num_hidden_layers` is true; wanted an integer"),
         (without(tie_word_embeddings=1), "`tie_word_embeddings` is 1; wanted true or false"),

@@ -1,5 +1,7 @@
 """Stop strings: nothing of one is given out before it is decided, nothing else is lost, however the text was cut."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_bytes_and_stop_strings_together() -> None:
 
 
 def test_text_of_the_first_tokens_is_not_searched() -> None:
-    assert run(stops=("lo", "ld"), min_tokens=2) == (["Hel", "lo ", "世", " wor", "", ""], "ld")
+    assert run(stops=("lo", "ld"), min_tokens=2) == (["He", "llo ", "世", " wor", "", ""], "ld")
     assert run(stops=("lo",)) == (["He", "l", ""], "lo")
 
 
@@ -83,3 +85,18 @@ def test_a_cut_character_is_flushed_once() -> None:
     text = OutputText(lambda _token: b"\xe4\xb8", ("\ufffd!",))
     assert text.push(0) == ""
     assert text.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "expected"),
+    [
+        (("lo 世",), 2, (["He", "", "", "", ""], "lo 世")),  # begins in the second token, ends above the floor
+        (("lo", "lo 世"), 2, (["He", "", "", "", ""], "lo 世")),  # the shorter one ends below it
+        (("l", "lo 世!"), 2, (["He", "l", "lo 世 wor", "", ""], "l")),  # one that ends in held text below doesn't count
+        (("Hello",), 2, (["", "Hello ", "世", " wor", "ld", " end", ""], None)),  # all of it below
+    ],
+)
+def test_f229_a_stop_string_may_begin_below_the_floor(stops: tuple[str, ...], min_tokens: int, expected: Any) -> None:
+    shown, found = run(stops=stops, min_tokens=min_tokens)
+    assert "".join(shown) == "".join(expected[0])
+    assert found == expected[1]

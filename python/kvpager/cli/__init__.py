@@ -77,13 +77,13 @@ def chat(
     """Talk with a model; /clear forgets the conversation, /exit or Ctrl-D ends it."""
     from rich.console import Console
 
-    from kvpager.cli.chat import converse, typed_lines
+    from kvpager.cli.chat import converse, piped_lines, typed_lines
     from kvpager.engine import LLM
     from kvpager.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     llm = LLM(model, config=config)
-    lines: Iterable[str] = typed_lines(input) if sys.stdin.isatty() else sys.stdin
+    lines: Iterable[str] = typed_lines(input) if sys.stdin.isatty() else piped_lines(sys.stdin.buffer)
     converse(llm, params, lines, Console(highlight=False), system=system)
 
 

@@ -8,13 +8,14 @@ as far as it got.
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.text import Text
 
 from kvpager.engine import LLM
 from kvpager.errors import SequenceTooLongError
+from kvpager.kinds import is_text
 from kvpager.sampling import SamplingParams
 
 _COMMAND = re.compile(r"/\w*")  # one word; a path or a sentence that begins with a slash goes to the model
@@ -42,9 +43,11 @@ def converse(
     messages = [*beginning]
     for line in lines:
         text = line.strip()
-        if text == "/exit":
+        if not is_text(text):  # bytes that are no UTF-8 come as lone surrogates
+            console.print("(that line is no UTF-8 and was not read)", style="yellow")
+        elif text == "/exit":
             break
-        if text == "/clear":
+        elif text == "/clear":
             messages = [*beginning]
             console.print("(forgotten)", style="dim")
         elif _COMMAND.fullmatch(text):
@@ -78,9 +81,20 @@ def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], co
 
 
 def typed_lines(ask: Callable[[str], str]) -> Iterable[str]:
-    """Lines as a person types them, until the end of the input; Ctrl-C at the prompt ends it too."""
+    """Lines as a person types them, until the end of the input; Ctrl-C at the prompt ends it too.
+
+    Bytes that are no UTF-8 come as lone surrogates, as in `piped_lines`.
+    """
     while True:
         try:
             yield ask("> ")
+        except UnicodeDecodeError as error:
+            yield bytes(error.object).decode("utf-8", "surrogateescape")
         except (EOFError, KeyboardInterrupt):
             return
+
+
+def piped_lines(stream: BinaryIO) -> Iterable[str]:
+    """Lines of a file or a pipe; bytes that are no UTF-8 come as lone surrogates, so that one bad line costs no other."""
+    for line in stream:
+        yield line.decode("utf-8", "surrogateescape")

@@ -13,25 +13,40 @@ from kvpager.config.files import read_json
 from kvpager.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+_TOO_LARGE = 1e300  # no number of a config is near it; Infinity and integers that no float holds are above
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What the models of one architecture have in common, where it is not in their config."""
+    """What the models of one architecture have in common, where it is not in their config.
+
+    Attributes:
+        model_type: its other name.
+        qkv_bias, qk_norm: see `ModelConfig`.
+        other_keys: key → the one value that kvpager computes with; absent means that value, as in older folders.
+        defaults: key → its value where the config lacks it, as transformers' config class of the family has it. The
+            sizes that shape the weights are not among them: a config without those is damaged. Nor is the base of the
+            rotary frequencies: guessed wrong, it gives fluent nonsense.
+    """
 
     model_type: str
     qkv_bias: bool
     qk_norm: bool
     other_keys: Mapping[str, object]
+    defaults: Mapping[str, object]
 
 
-# `other_keys`: key → the one value that kvpager computes with; absent means that value, as in older folders.
 _EVERYWHERE: dict[str, object] = {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None}
+_DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN: dict[str, object] = {**_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32_768}
+_LLAMA: dict[str, object] = {**_DEFAULTS, "max_position_embeddings": 2_048, "eos_token_id": 2}
 FAMILIES: Mapping[str, _Family] = {
-    "Qwen3ForCausalLM": _Family("qwen3", False, True, {**_EVERYWHERE, "attention_bias": False}),
-    "Qwen2ForCausalLM": _Family("qwen2", True, False, _EVERYWHERE),
-    "LlamaForCausalLM": _Family("llama", False, False, {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False}),
+    "Qwen3ForCausalLM": _Family("qwen3", False, True, {**_EVERYWHERE, "attention_bias": False}, {**_QWEN, "head_dim": 128}),
+    "Qwen2ForCausalLM": _Family("qwen2", True, False, _EVERYWHERE, _QWEN),
+    "LlamaForCausalLM": _Family(
+        "llama", False, False, {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False}, _LLAMA
+    ),
 }
 
 
@@ -135,6 +150,7 @@ class ModelConfig:
             ConfigError: another architecture, a feature that kvpager does not compute, a key missing or malformed.
         """
         family = _family(raw)
+        raw = {**family.defaults, **raw}
         hidden_size = _integer(raw, "hidden_size")
         num_attention_heads = _integer(raw, "num_attention_heads")
         if raw.get("head_dim") is not None:
@@ -146,13 +162,16 @@ class ModelConfig:
                 f"`head_dim` is missing and `hidden_size` {hidden_size} is not a multiple of "
                 f"`num_attention_heads` {num_attention_heads}"
             )
+        num_key_value_heads = num_attention_heads
+        if raw.get("num_key_value_heads") is not None:
+            num_key_value_heads = _integer(raw, "num_key_value_heads")
         return cls(
             vocab_size=_integer(raw, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_integer(raw, "intermediate_size"),
             num_hidden_layers=_integer(raw, "num_hidden_layers"),
             num_attention_heads=num_attention_heads,
-            num_key_value_heads=_integer(raw, "num_key_value_heads"),
+            num_key_value_heads=num_key_value_heads,
             head_dim=head_dim,
             max_position_embeddings=_integer(raw, "max_position_embeddings"),
             rms_norm_eps=_positive(raw, "rms_norm_eps"),
@@ -266,15 +285,15 @@ def _agreed(found: Mapping[str, object], wanted: str) -> Any:
 
 def _integer(raw: Mapping[str, Any], key: str) -> int:
     value = _required(raw, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"`{key}` is {json.dumps(value)}; wanted an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ConfigError(f"`{key}` is {json.dumps(value)}; wanted an integer of at least 1, below 2^31")
     return value
 
 
 def _positive(raw: Mapping[str, Any], key: str) -> float:
     value = _required(raw, key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"`{key}` is {json.dumps(value)}; wanted a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _TOO_LARGE:
+        raise ConfigError(f"`{key}` is {json.dumps(value)}; wanted a number above 0 that is finite")
     return float(value)
 
 

@@ -1,7 +1,9 @@
 """`ModelFiles`: a model on disk, whatever its format: its config, its weights, what its tokenizer is made from."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from kvpager.config import ModelConfig, read_folder_config
 from kvpager.loader.find import resolve_model
 from kvpager.loader.gguf import config_from_gguf, load_gguf_parameters
 from kvpager.loader.gguf_file import GGUFFile
-from kvpager.loader.safetensors import load_parameters
+from kvpager.loader.safetensors import load_parameters, stored_head_differs
 from kvpager.models import Architecture, Model, find_architecture
 
 
@@ -56,6 +58,12 @@ class HuggingFaceFolder(ModelFiles):
         raw = read_folder_config(path)
         self.architecture = find_architecture(raw)
         self.config = self.architecture.read_config(raw)
+        if self.config.tie_word_embeddings and stored_head_differs(path):
+            self.config = replace(self.config, tie_word_embeddings=False)
+            logging.getLogger("kvpager").warning(
+                "`%s` says `tie_word_embeddings` and stores a head that is not the embedding: the stored head is used",
+                path,
+            )
 
     def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         """See `ModelFiles.load`."""

@@ -6,7 +6,7 @@ side by side; here pair j is (j, j + D/2), so they are put back. Quantised weigh
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -24,6 +24,12 @@ from kvpager.models import ARCHITECTURES, Architecture
 
 _F32, _F16, _BF16 = 0, 1, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
+# Tokens that end a turn, known by their texts: many files name one end-of-text token, and it is not the chat's.
+END_OF_TURN_TEXTS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>",
+    "<end_of_turn>", "<end_of_utterance>", "<|eot|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+_ADDED_TYPES = (3, 4)  # of `tokenizer.ggml.token_type`: control and user-defined, which no merge makes
 _ROPE_FACTORS = "rope_freqs.weight"
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_A_BLOCK = {
@@ -65,7 +71,6 @@ def config_from_gguf(file: GGUFFile) -> tuple[Architecture, ModelConfig]:
     embedding = file.tensors["token_embd.weight"]
     num_heads, hidden_size = field("attention.head_count"), field("embedding_length")
     head_dim = fields.get(f"{architecture}.attention.key_length")
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     raw = {
         "architectures": [known[architecture]],
         "vocab_size": embedding.shape[0],
@@ -80,7 +85,7 @@ def config_from_gguf(file: GGUFFile) -> tuple[Architecture, ModelConfig]:
         "rope_theta": field("rope.freq_base"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": str(_PLAIN.get(embedding.type_id, torch.float32)).removeprefix("torch."),
-        "eos_token_id": [token for token in dict.fromkeys(ends) if token is not None],
+        "eos_token_id": _end_token_ids(fields),
     }
     found = ARCHITECTURES[known[architecture]]
     config = found.read_config(raw)
@@ -89,6 +94,19 @@ def config_from_gguf(file: GGUFFile) -> tuple[Architecture, ModelConfig]:
         return found, config
     factors = RopeFactors(tuple(_read(file, _ROPE_FACTORS).tolist()))
     return found, replace(config, rope_scaling=factors)
+
+
+def _end_token_ids(fields: Mapping[str, Any]) -> list[int]:
+    """The tokens that the file calls ends, and those that are ends of a turn by their texts."""
+    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    texts, types = fields.get("tokenizer.ggml.tokens") or [], fields.get("tokenizer.ggml.token_type") or []
+    known = frozenset(END_OF_TURN_TEXTS)
+    by_text = [
+        token
+        for token, (text, kind) in enumerate(zip(texts, types, strict=False))
+        if kind in _ADDED_TYPES and text in known
+    ]
+    return [token for token in dict.fromkeys((*named, *by_text)) if token is not None]
 
 
 def _refuse_other_features(file: GGUFFile, architecture: str, head_dim: int) -> None:

@@ -17,6 +17,8 @@ from kvpager.loader.fill import StoredTensor, fill_parameters
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DERIVED = ".rotary_emb.inv_freq"  # older Llama checkpoints hold what follows from their config
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS_COMPARED = 4096  # at a time
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -42,6 +44,27 @@ def load_parameters(
         _check_index(folder, homes)
         stored = {name: _stored(files[path], name) for name, path in homes.items() if not name.endswith(_DERIVED)}
         fill_parameters(module, stored, dtype=dtype, device=device, ignored=ignored, supported=", ".join(_FLOATS))
+
+
+def stored_head_differs(folder: Path) -> bool:
+    """Whether the files store a head beside the embedding, and not the same values. Reads both where they do.
+
+    False where they can't be read: `load_parameters` says what is wrong.
+    """
+    try:
+        with ExitStack() as stack:
+            files = {path: _open(stack, path) for path in _weight_files(folder)}
+            homes = _homes(files)
+            if not {_HEAD, _EMBEDDING} <= homes.keys():
+                return False
+            parts = [files[homes[name]].get_slice(name) for name in (_HEAD, _EMBEDDING)]
+            if parts[0].get_shape() != parts[1].get_shape():
+                return True
+            starts = range(0, parts[0].get_shape()[0], _ROWS_COMPARED)
+            pieces = ([part[start : start + _ROWS_COMPARED].float() for part in parts] for start in starts)
+            return not all(torch.equal(head, embedding) for head, embedding in pieces)
+    except ConfigError:
+        return False
 
 
 def _stored(file: Any, name: str) -> StoredTensor:
