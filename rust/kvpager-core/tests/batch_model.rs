@@ -434,7 +434,8 @@ fn operation() -> impl Strategy<Value = Operation> {
     let raw = || 0..64_usize;
     prop_oneof![
         4 => raw().prop_map(Operation::Create),
-        4 => (raw(), prop::collection::vec((0..9 as TokenId).prop_map(|raw| raw / 8), 0..9)).prop_map(|(id, ids)| Operation::Admit(id, ids)),
+        4 => (raw(), prop::collection::vec((0..9 as TokenId).prop_map(|raw| raw / 8), 0..9))
+            .prop_map(|(id, ids)| Operation::Admit(id, ids)),
         6 => (raw(), raw(), raw()).prop_map(|(parent, child, n)| Operation::Fork(parent, child, n)),
         5 => raw().prop_map(Operation::Release),
         6 => (raw(), raw()).prop_map(|(id, n)| Operation::Truncate(id, n)),

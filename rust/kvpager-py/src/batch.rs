@@ -110,8 +110,8 @@ impl DecodeBatch {
             .call(py, work, |manager| manager.commit_rows(self.batch, ns.as_deref(), token_ids.as_deref()))
     }
 
-    /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full at
-    /// its next turn, and the next step says to upload the table. O(rows).
+    /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full
+    /// at its next turn, and the next step says to upload the table. O(rows).
     fn invalidate(&self, py: Python<'_>) -> PyResult<()> {
         self.manager.get().call(py, 0, |manager| manager.invalidate_batch(self.batch))
     }

@@ -1,5 +1,5 @@
-//! The step of a batch: everything is checked and settled, the rows advance, the set whose turn it is is written. And the
-//! commit of what a step appended. Both are the batched calls by row, so no id is looked up.
+//! The step of a batch: everything is checked and settled, the rows advance, the set whose turn it is is written. And
+//! the commit of what a step appended. Both are the batched calls by row, so no id is looked up.
 
 use super::BlockManager;
 use crate::batch::{BatchBuffers, BatchId, BatchStep};

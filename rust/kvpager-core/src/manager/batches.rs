@@ -11,7 +11,8 @@ impl BlockManager {
     /// The same two sets, in the same order, are lent again to each [`step`](Self::step_batch).
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) if a buffer has another size than `shape` says, or a size does not fit an int32.
+    /// [`Error::Argument`](crate::Error::Argument) if a buffer has another size than `shape` says, or a size does not
+    /// fit an int32.
     ///
     /// ```
     /// # use kvpager_core::{BatchMemory, BatchShape, BlockManager, Config};
@@ -52,8 +53,9 @@ impl BlockManager {
     /// Makes a sequence the last row of a batch; returns which row that is. The next step shows it. O(1).
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`](crate::Error::UnknownSequence); [`Error::State`](crate::Error::State) if it is a row of a batch already, the batch is full, or there is
-    /// no such batch; [`Error::SequenceTooLong`](crate::Error::SequenceTooLong) if the buffers have no room for its table.
+    /// [`Error::UnknownSequence`](crate::Error::UnknownSequence); [`Error::State`](crate::Error::State) if it is a row
+    /// of a batch already, the batch is full, or there is no such batch;
+    /// [`Error::SequenceTooLong`](crate::Error::SequenceTooLong) if the buffers have no room for its table.
     ///
     /// ```
     /// # use kvpager_core::{BatchMemory, BatchShape, BlockManager, Config};
@@ -78,7 +80,8 @@ impl BlockManager {
     /// that has it now: `None` if it was the last. O(1); the next step writes the row that moved.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`](crate::Error::UnknownSequence); [`Error::State`](crate::Error::State) if it is no row of this batch.
+    /// [`Error::UnknownSequence`](crate::Error::UnknownSequence); [`Error::State`](crate::Error::State) if it is no row
+    /// of this batch.
     ///
     /// ```
     /// # use kvpager_core::{BatchMemory, BatchShape, BlockManager, Config};

@@ -1,7 +1,7 @@
 //! Commit: the keys and values of a sequence's first n tokens are written, so what became full enters the index.
 //!
-//! Only committed blocks can be found: a forward pass that fails or still runs can't poison the cache. A block enters if
-//! its ids are all known and the block before it is indexed by this sequence; its content is then compared with what
+//! Only committed blocks can be found: a forward pass that fails or still runs can't poison the cache. A block enters
+//! if its ids are all known and the block before it is indexed by this sequence; its content is then compared with what
 //! the index has, and a duplicate collapses: the table is pointed at the block that is there, its own goes back.
 //!
 //! Costs: O(1 + ids + blocks that became full), nothing allocated once warm.
