@@ -101,7 +101,7 @@ pub use error::{Error, Result};
 pub use eviction::EvictionPolicy;
 pub use ids::{BlockId, SequenceId, Slot, TokenId};
 pub use info::{BlockInfo, BlockState};
-pub use manager::{Admission, AdmitOptions, BlockManager};
+pub use manager::{Admission, AdmitOptions, BatchMut, BlockManager};
 pub use pins::PinId;
 pub use prompt::{Item, Prompt};
 pub use stats::Stats;

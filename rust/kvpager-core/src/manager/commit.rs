@@ -48,7 +48,9 @@ impl BlockManager {
             check_num_ids(wanted, "one for each position not known yet", token_ids)?;
         }
         self.check_no_untaken_copy(place, n)?;
-        self.sequences.chain_mut(place).fill(n, token_ids.unwrap_or_default());
+        if let Some(token_ids) = token_ids {
+            self.sequences.chain_mut(place).fill(n, token_ids);
+        }
         self.commit_place(place, n);
         Ok(())
     }

@@ -21,6 +21,7 @@ mod questions;
 mod scratch;
 
 pub use admission::{Admission, AdmitOptions};
+pub use batches::BatchMut;
 use scratch::{Matching, Scratch};
 
 use crate::batch::Batches;
