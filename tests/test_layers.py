@@ -48,7 +48,7 @@ def reachable(layer: str) -> set[str]:
 
 
 def layer_of(module: str) -> str:
-    """`kvpager.ops.reference` -> `ops`; the package front itself -> `__init__`."""
+    """`kvpager.ops.tensors` -> `ops`; the package front itself -> `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 

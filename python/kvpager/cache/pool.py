@@ -248,7 +248,7 @@ class PagedKVCache:
             layer: the layer, from 0.
             query: query [T, H, D] of the cache's dtype; float32, float16 or bfloat16 for a quantised cache.
             metadata: the step's tables and lengths.
-            options: scale, window, softcap, sinks; see `kvpager.ops.attention.options.AttentionOptions`.
+            options: of attention; see `kvpager.ops.attention.options.AttentionOptions`.
 
         Returns:
             out [T, H, D].

@@ -90,7 +90,7 @@ def paged_attention(
             `workspace`.
         out: out [B, H, D] to write into, of the query's dtype.
         lse: lse [B, H] float32 (float64 with float64) to write into: log of the softmax denominator.
-        options: scale, window, softcap and the others of `AttentionOptions`; how to cut, of `DecodeKeywords`.
+        options: those of attention, see `AttentionOptions`, and how to cut, see `DecodeKeywords`.
 
     Returns:
         out. `paged_attention_lse` returns (out, lse).
@@ -142,7 +142,7 @@ def paged_prefill(
         backend: as in `paged_attention`.
         out: out [T, H, D] to write into.
         lse: lse [T, H] to write into.
-        options: scale, window (of each query token), softcap and the others of `AttentionOptions`.
+        options: those of attention, see `AttentionOptions`; a window is of each query token.
 
     Returns:
         out. `paged_prefill_lse` returns (out, lse).

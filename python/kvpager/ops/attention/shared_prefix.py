@@ -46,7 +46,7 @@ def shared_prefix_attention(
         query_start_loc: query_start_loc [B + 1] int32, as in `paged_prefill`; None = one query a sequence.
         layout: axes of the caches (and of scales with three dimensions).
         lse: lse [T, H] to write into.
-        keywords: scale, softcap, sinks and the scales of `AttentionOptions`.
+        keywords: options of attention, those of `SUPPORTED`; see `AttentionOptions`.
 
     Returns:
         out [T, H, D]. `shared_prefix_attention_lse` returns (out, lse).
