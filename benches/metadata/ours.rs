@@ -51,8 +51,8 @@ pub(crate) fn lifecycle(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter
     });
 }
 
-/// The same with a batch's `step`, which writes tables, lengths, starts and slots, and lists the new table entries; with
-/// `indexed` it is followed by `commit`, which brings the ids.
+/// The same with a batch's `step`, which writes tables, lengths, starts and slots, and lists the new table entries;
+/// with `indexed` it is followed by `commit`, which brings the ids.
 pub(crate) fn steps(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter) {
     let mut manager = manager(APPEND_POOL, indexed);
     for id in 0..BATCH as u64 {
