@@ -9,6 +9,8 @@
 //! only through the methods here, which keep the mark.
 //!
 //! Costs: create, look up and remove are O(1).
+//!
+//! Longer than 400 lines, because every method that changes a table stands here: it has to keep the mark.
 
 use std::ops::Deref;
 

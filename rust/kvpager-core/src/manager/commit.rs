@@ -133,6 +133,8 @@ impl BlockManager {
     }
 
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
+    ///
+    /// Longer than 50 lines, because one loop borrows the pool, the table and the chain in turns.
     fn index_full_blocks(&mut self, place: Place, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
         let block_size = config.block_size();
