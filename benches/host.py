@@ -52,6 +52,7 @@ def make_engine(batch: int) -> Engine:
     hidden = torch.zeros(8192, 1)
     runner: Any = SimpleNamespace(
         block_manager=manager,
+        model=SimpleNamespace(config=CONFIG),
         device=torch.device("cpu"),
         run=lambda _tensors, step, *_args, **_kwargs: hidden[: step.num_tokens],
         logits=lambda rows, index=None: rows if index is None else hidden[: len(index)],

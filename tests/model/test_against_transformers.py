@@ -91,9 +91,9 @@ def test_b081_a_prompt_in_chunks_is_the_prompt_at_once(lab: Any, chunk: int, dty
     parts.model.register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs[1].tolist()))
     whole.block_manager.create_sequence(0)
     parts.block_manager.create_sequence(0)
-    at_once = whole.step([0], [prompt])
+    at_once = forward_eager(whole, [0], [prompt])
     for start in range(0, 13, chunk):
-        in_chunks = parts.step([0], [prompt[start : start + chunk]])
+        in_chunks = forward_eager(parts, [0], [prompt[start : start + chunk]])
     assert seen == list(range(13))
     if dtype == torch.bfloat16:
         assert in_chunks.argmax() == at_once.argmax()
