@@ -256,9 +256,7 @@ class Engine:
             piece = ""
         return self._event(request, completion, token_id, piece)
 
-    def _piece(
-        self, request: Request, completion: Completion, token_id: int, logprobs: PositionLogprobs | None
-    ) -> str:
+    def _piece(self, request: Request, completion: Completion, token_id: int, logprobs: PositionLogprobs | None) -> str:
         """The text that a token lets out. Ends its sequence where a stop string is found."""
         sequence, piece = completion.sequence, ""
         if sequence.stop_token_id is None or request.params.include_stop_str_in_output:

@@ -53,7 +53,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks an assistant's words for training; its body is rendered as if the tag were not there."""
+    """``{% generation %}`` marks the words of an assistant for training: rendered as if the tag were not there."""
 
     tags = frozenset({"generation"})
 
