@@ -119,7 +119,7 @@ def end_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> int
     """Makes the token that comes at this place of PROMPTS[0]'s text an end-of-text token."""
     token = llm.generate(PROMPTS[0], max_tokens=num_tokens)[0].outputs[0].token_ids[-1]
     changed = kvpager.config.ModelConfig(**{**vars(llm.model_config), "eos_token_ids": (99, token)})
-    monkeypatch.setattr(llm.engine._factory, "_model_config", changed)
+    monkeypatch.setattr(llm.engine.factory, "_model_config", changed)
     return token
 
 
@@ -402,7 +402,9 @@ def test_f216_a_folder_whose_tokenizer_can_not_be_used(
     assert "decoder of type Metaspace" in caplog.text
     assert len(llm.generate([3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
     for refused in ("a", SamplingParams(stop="a")):
-        with pytest.raises(ArgumentError, match="as the model's tokenizer can't be used: .* decoder of type Metaspace"):
+        with pytest.raises(
+            ArgumentError, match=r"as the model's tokenizer can't be used: .* decoder of type Metaspace"
+        ):
             llm.generate(*((refused,) if isinstance(refused, str) else ([3], refused)))
     with pytest.raises(ConfigError, match="a conversation is text, and the model's tokenizer can't be used"):
         llm.chat([{"role": "user", "content": "a"}])

@@ -343,5 +343,7 @@ def test_f216_a_file_whose_tokenizer_can_not_be_used(lab: Any, tmp_path: Path) -
 
     llm = LLM(write_gguf(lab.folder("8-2"), tmp_path / "model.gguf", fields=fields), num_blocks=8)
     assert len(llm.generate([3, 4, 5], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
-    with pytest.raises(ArgumentError, match="token ids, as the model's tokenizer can't be used: .*is llama; supported"):
+    with pytest.raises(
+        ArgumentError, match=r"token ids, as the model's tokenizer can't be used: .*is llama; supported"
+    ):
         llm.generate("a text")

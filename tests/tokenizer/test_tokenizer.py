@@ -192,8 +192,8 @@ def test_f211_stored_truncation_and_padding_are_reset(tmp_path: Path) -> None:
     [
         "{% for m in messages %}A:{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
         "{%- for m in messages -%}\nA:{%- generation -%} {{ m.content }} {%- endgeneration -%}!{%- endfor -%}",
-        "{% set x = 1 %}{% generation %}{% set x = 2 %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-        "{{ x }}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% endgeneration %}{{ x }}",
     ],
 )
 def test_f212_a_generation_tag_changes_nothing(tmp_path: Path, template: str) -> None:

@@ -7,8 +7,8 @@ a steady decode is independent of how it is spread over requests but for a few o
 What fails for one request (admitting it, its row of the sampler, scores that leave it no token, its text) ends that
 request alone, with "error" and the error's text; the others don't notice. If what all share fails (the model's forward,
 the batch's slots, the draw for all rows), the error comes out of `step`, and everyone who ran waits again, with all
-tokens that were given out: calling `step` again begins anew. A trace that can't be written ends itself and costs no token. Whatever ends a request - its last token,
-a stop, an error, `abort` - gives its blocks back in that moment.
+tokens that were given out: calling `step` again begins anew. A trace that can't be written ends itself and costs no
+token. Whatever ends a request - its last token, a stop, an error, `abort` - gives its blocks back in that moment.
 """
 
 import logging

@@ -55,7 +55,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(Extension):
     """``{% generation %}`` marks the words of an assistant for training: rendered as if the tag were not there."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (jinja2 wants a set)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
