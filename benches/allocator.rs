@@ -4,14 +4,16 @@
 //! a fast GPU takes about a millisecond, so bookkeeping should stay near a microsecond for a whole batch; in engines
 //! that do it in Python it takes 50 to 2,600 µs for 256 sequences.
 //!
-//! | id | timed | how to read it |
-//! |---|---|---|
-//! | `allocator/append/B` | one `append_batch` of one token to each of B sequences, lengths staggered over the block | the price of a decode step; per element: of one token |
-//! | `allocator/append_nearly_empty/B` | the same with fewer free blocks than sequences | adds the exact demand pass |
-//! | `allocator/lifecycle/256x1024` | 256 sequences made, 1,024 steps, all released, pool kept | per element: a token over a whole life |
-//! | `allocator/fork_copy_on_write` | fork of 1,032 tokens, one append that copies the tail, pairs taken, child released | one branch of a beam or of n samples |
-//! | `allocator/release/1024_tokens` | release of one sequence of 64 blocks | per element: a block |
-//! | `allocator/block_tables/BxM` | whole int32 tables of B sequences with M blocks each, into a caller's buffer | the floor is the memory bandwidth: 4·B·M bytes written |
+//! * `allocator/append/B`: one `append_batch` of one token to each of B sequences, lengths staggered over the block.
+//!   The price of a decode step; per element: of one token.
+//! * `allocator/append_nearly_empty/B`: the same with fewer free blocks than sequences. Adds the exact demand pass.
+//! * `allocator/lifecycle/256x1024`: 256 sequences made, 1,024 steps, all released, pool kept. Per element: a token
+//!   over a whole life.
+//! * `allocator/fork_copy_on_write`: fork of 1,032 tokens, one append that copies the tail, pairs taken, child
+//!   released. One branch of a beam or of n samples.
+//! * `allocator/release/1024_tokens`: release of one sequence of 64 blocks. Per element: a block.
+//! * `allocator/block_tables/BxM`: whole int32 tables of B sequences with M blocks each, into a caller's buffer. The
+//!   floor is the memory bandwidth: 4·B·M bytes written.
 //!
 //! Block size 16. Setting up and cutting back is not timed except in `lifecycle`. Criterion prints [low estimate high];
 //! on a busy machine read the low end. Runs for about a minute; `-- --quick` for a glance.
@@ -37,7 +39,7 @@ fn staggered(num_blocks: u64, batch: u64, num_tokens: u64) -> (BlockManager, Vec
     for id in 0..batch {
         manager.create_sequence(id).expect("the id is new");
         let length = num_tokens + id % BLOCK_SIZE;
-        manager.append_tokens(id, length, &mut slots).expect("the pool is large enough");
+        manager.append_tokens(id, length, None, &mut slots).expect("the pool is large enough");
         slots.clear();
     }
     (manager, (0..batch).collect())
@@ -58,7 +60,7 @@ fn time_steps(
         let start = Instant::now();
         for _ in 0..steps {
             slots.clear();
-            manager.append_batch(black_box(ids), None, &mut slots).expect("the pool is large enough");
+            manager.append_batch(black_box(ids), None, None, &mut slots).expect("the pool is large enough");
             black_box(&slots);
         }
         elapsed += start.elapsed();
@@ -117,7 +119,7 @@ fn lifecycle(criterion: &mut Criterion) {
             }
             for _ in 0..NUM_TOKENS {
                 slots.clear();
-                manager.append_batch(&ids, None, &mut slots).expect("the pool holds them all");
+                manager.append_batch(&ids, None, None, &mut slots).expect("the pool holds them all");
                 black_box(&slots);
             }
             for &id in &ids {
@@ -134,7 +136,7 @@ fn fork_copy_on_write(criterion: &mut Criterion) {
     criterion.benchmark_group("allocator").bench_function("fork_copy_on_write", |bencher| {
         bencher.iter(|| {
             manager.fork_sequence(parent, child, None).expect("the id is new");
-            let slot = manager.append_token(child).expect("there is a block for the copy");
+            let slot = manager.append_token(child, None).expect("there is a block for the copy");
             let pairs = manager.take_copies();
             manager.release_sequence(child).expect("it exists");
             (slot, pairs)
@@ -158,7 +160,7 @@ fn release(criterion: &mut Criterion) {
                 for id in 0..batch {
                     manager.create_sequence(id).expect("the id is new");
                     slots.clear();
-                    manager.append_tokens(id, NUM_TOKENS, &mut slots).expect("the pool holds them all");
+                    manager.append_tokens(id, NUM_TOKENS, None, &mut slots).expect("the pool holds them all");
                 }
                 let start = Instant::now();
                 for id in 0..batch {

@@ -16,6 +16,8 @@ So both sides get a fresh process in every turn.
 
 How to read it: medians of runs in turns, in microseconds of the thread's CPU time for an operation, loops included.
 Compare figures of one table with each other, never with those of another machine.
+
+Longer than 300 lines, because its workloads stand for those of `benches/metadata/workloads.rs`, one for one.
 """
 
 import argparse

@@ -68,13 +68,13 @@ def main() -> None:
         ours_us, argmax_us = 1e6 * statistics.median(ours), 1e6 * statistics.median(argmax)
         spread = 1e6 * (statistics.quantiles(ours, n=4)[2] - statistics.quantiles(ours, n=4)[0])
         rows.append(
-            {"wishes": name, "us": ours_us, "iqr_us": spread, "argmax_us": argmax_us, "ratio": ours_us / argmax_us}
+            {"params": name, "us": ours_us, "iqr_us": spread, "argmax_us": argmax_us, "ratio": ours_us / argmax_us}
         )
     print(f"batch {options.batch}, vocabulary {options.vocab:,}, float32, {options.threads} threads; medians")
-    print(f"{'wishes':<32}{'µs':>9}{'± IQR':>9}{'argmax µs':>11}{'of argmax':>10}")
+    print(f"{'params':<32}{'µs':>9}{'± IQR':>9}{'argmax µs':>11}{'of argmax':>10}")
     for row in rows:
         print(
-            f"{row['wishes']:<32}{row['us']:>9,.0f}{row['iqr_us']:>9,.0f}{row['argmax_us']:>11,.0f}{row['ratio']:>10.2f}"
+            f"{row['params']:<32}{row['us']:>9,.0f}{row['iqr_us']:>9,.0f}{row['argmax_us']:>11,.0f}{row['ratio']:>10.2f}"
         )
     if options.json:
         options.json.write_text(json.dumps({**vars(options), "json": None, "rows": rows}, indent=1, default=str) + "\n")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpager.ops.op import OPS
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benches/", "build_backend/", "csrc/", "docs/", "examples/", "fuzz/", "python/", "rust/", "tests/", "tools/")
 SOURCES = {".py", ".pyi", ".rs", ".h", ".cpp", ".cu", ".cuh"}
@@ -76,6 +78,13 @@ def test_paths_in_sources_are_there() -> None:
                 named = set(path_of_a_file.findall(source.read_text()))
                 broken |= {word: str(source.relative_to(ROOT)) for word in named if not (ROOT / word).exists()}
     assert broken == {}
+
+
+def test_every_schema_is_documented() -> None:
+    """docs/design/data-plane.md has each op's schema as it is registered, with the dimensions beside it."""
+    page = (ROOT / "docs" / "design" / "data-plane.md").read_text()
+    documented = re.sub(r"\s+", " ", re.sub(r"(?<=\w)\[[A-Z][^\]]*\]( (float32|int32))?", "", page)).replace("( ", "(")
+    assert [name for name, op in OPS.items() if f"{name}{op.schema}" not in documented] == []
 
 
 @pytest.mark.parametrize(

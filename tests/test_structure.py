@@ -183,16 +183,18 @@ def braced_functions(text: str, head: re.Pattern[str]) -> Iterator[tuple[str, in
         if found is None or NO_HEAD.match(line):
             continue
         opening = next((at for at in range(number, len(lines)) if lines[at].endswith(("{", ";", "}"))), number)
-        if not lines[opening].endswith("{"):
-            continue  # a declaration, a body on the line of its head, or in a macro
+        signature = " ".join(lines[number : opening + 1])
+        if not signature.endswith("{") or signature.count("(") != signature.count(")"):
+            continue  # a declaration, a body on the line of its head, or the argument of a macro
         closing = found["indent"] + "}"
-        length = next(at for at in range(opening + 1, len(lines)) if lines[at].startswith(closing)) - opening - 1
+        end = next((at for at in range(opening + 1, len(lines)) if lines[at].startswith(closing)), None)
+        assert end is not None, f"no end of `{line.strip()}`"
         above = []
         for earlier in reversed(lines[:number]):
             if not earlier.strip().startswith(("//", "#[", "template")):
                 break
             above.append(earlier.strip().lstrip("/ "))
-        yield found["name"], length, " ".join(reversed(above))
+        yield found["name"], end - opening - 1, " ".join(reversed(above))
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, int, str]]:

@@ -12,7 +12,7 @@
 //!
 //! | row | an operation is |
 //! |---|---|
-//! | `append` | one token of a batch of 16 sequences that grow to 8,192 tokens, group after group until the pool is full |
+//! | `append` | one token of a batch of 16 sequences that grow to 8,192 tokens, group after group to a full pool |
 //! | `release` | one block of these sequences, released in the order in which they were made |
 //! | `append_random`, `release_random` | the same with the free blocks shuffled, sequences released in random order |
 //! | `evict` | one block of a prompt of 8,192 tokens (admit, commit, release) in a pool full of other cached prompts |
@@ -133,7 +133,10 @@ fn main() {
             .map(|(operation, small, large)| {
                 let ratio = large / small;
                 let key = operation.key();
-                format!("    {{\"row\": \"{key}\", \"small_ns\": {small:.3}, \"large_ns\": {large:.3}, \"ratio\": {ratio:.3}}}")
+                format!(
+                    "    {{\"row\": \"{key}\", \"small_ns\": {small:.3}, \"large_ns\": {large:.3}, \
+                     \"ratio\": {ratio:.3}}}"
+                )
             })
             .collect();
         let rows = rows.join(",\n");

@@ -150,7 +150,7 @@ impl World {
         for group in self.ids[..num_sequences].chunks_exact(GROUP as usize) {
             for _ in 0..LENGTH_TOKENS {
                 self.slots.clear();
-                self.manager.append_batch(group, None, &mut self.slots).expect("the pool holds them");
+                self.manager.append_batch(group, None, None, &mut self.slots).expect("the pool holds them");
                 black_box(&self.slots);
             }
         }
@@ -183,7 +183,7 @@ impl World {
             self.manager.admit(0, &Prompt::new(&self.tokens), &AdmitOptions::default(), &mut self.slots);
         let admitted = admitted.expect("the pool holds it");
         assert_eq!(admitted.num_computed_tokens, 0, "a new prompt finds nothing");
-        self.manager.commit(0, LENGTH_TOKENS).expect("it was admitted");
+        self.manager.commit(0, LENGTH_TOKENS, None).expect("it was admitted");
         self.manager.release_sequence(0).expect("it exists");
     }
 

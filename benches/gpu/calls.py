@@ -10,6 +10,7 @@ from gpu.figures import BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Shape, la
 from kvpager import PagedKVCache, ops
 from kvpager.ops.attention import backends
 from kvpager.ops.attention.backends import flash_attn
+from kvpager.ops.attention.split_plan import MIN_PART_TOKENS
 
 LEAST_BYTES, MOST_BYTES = 1 << 30, 24 << 30  # of the caches that the calls of one graph go round
 Calls = list[Callable[[], object]]
@@ -44,7 +45,10 @@ def ours(inputs: Inputs) -> Calls:
     """`paged_attention` as an engine calls it: one split plan and one workspace for all layers."""
     shape, cache = inputs.shape, inputs.cache
     device = inputs.lengths.device
-    split_plan = ops.make_split_plan(inputs.lengths, block_size=cache.block_size, num_kv_heads=NUM_KV_HEADS)
+    split_plan = ops.make_split_plan(
+        inputs.lengths, block_size=cache.block_size, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM,
+        min_part_tokens=MIN_PART_TOKENS,
+    )  # fmt: skip
     num_bytes = ops.workspace_bytes(
         shape.batch, NUM_HEADS, HEAD_DIM, max_seq_len=shape.length, num_kv_heads=NUM_KV_HEADS, device=device
     )
@@ -66,9 +70,7 @@ def peer(name: str, inputs: Inputs) -> Calls | None:
     """Through the same hand-off that `backend=` uses, planned once; None if it is not installed or does not take it."""
     keywords = {"max_seq_len": inputs.shape.length}
     try:
-        run = backends.planned(
-            name, inputs.query, inputs.cache.key_cache[0], (inputs.tables, inputs.lengths), keywords
-        )
+        run = backends.planned(name, inputs.query, inputs.cache.key_cache[0], (inputs.tables, inputs.lengths), keywords)
     except backends.ArgumentError as error:
         print(f"{name} on {inputs.shape.name}: {error}")
         return None

@@ -15,8 +15,8 @@
 //! ```
 //!
 //! Both sides run in turns on the same inputs, with one pair of readings of the thread's CPU clock around a whole
-//! workload, so that reading it costs nothing worth mentioning and other jobs of the machine don't count. The first turn
-//! warms up. Compare figures of one table with each other, never with those of another machine.
+//! workload, so that reading it costs nothing worth mentioning and other jobs of the machine don't count. The first
+//! turn warms up. Compare figures of one table with each other, never with those of another machine.
 #![expect(clippy::print_stdout, reason = "the table is what it is for")]
 
 mod clock;

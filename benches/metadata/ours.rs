@@ -30,7 +30,7 @@ pub(crate) fn lifecycle(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter
     let mut lengths = vec![0; BATCH];
     let mut step = |tokens: &[u32]| {
         slots.clear();
-        manager.append_batch(&ids, None, &mut slots).expect("the pool is large enough");
+        manager.append_batch(&ids, None, None, &mut slots).expect("the pool is large enough");
         black_box(&slots);
         if indexed {
             let length = lengths[0] + 1;
@@ -106,7 +106,7 @@ pub(crate) fn prompts(evicting: bool, prompts: &[Vec<u32>], meter: &mut Meter) {
             let admitted = manager.admit(id, &Prompt::new(tokens), &AdmitOptions::default(), &mut slots);
             num_hit_tokens += admitted.expect("the pool is large enough").num_computed_tokens as usize;
             black_box(&slots);
-            manager.commit(id, PROMPT_TOKENS as u64).expect("they were admitted");
+            manager.commit(id, PROMPT_TOKENS as u64, None).expect("they were admitted");
             held.push_back(id);
             if held.len() > window {
                 let oldest = held.pop_front().expect("it is not empty");
@@ -120,7 +120,7 @@ pub(crate) fn prompts(evicting: bool, prompts: &[Vec<u32>], meter: &mut Meter) {
     super::check_hits(num_hit_tokens);
 }
 
-/// A batch at 8k tokens: everything from the sequences' own tables with `append_batch`, `copy_block_tables` and
+/// A batch at 8k tokens: everything from the sequences' own tables with `append_batch`, `write_block_tables` and
 /// `write_seq_lens`; then what changed with `DecodeBatch::step`.
 pub(crate) fn decode(meter: &mut Meter) {
     let (mut manager, ids) = at_8k();
@@ -130,8 +130,8 @@ pub(crate) fn decode(meter: &mut Meter) {
     meter.region(Row::DecodeRebuild, DECODE_STEPS, || {
         for _ in 0..DECODE_STEPS {
             slots.clear();
-            manager.append_batch(&ids, None, &mut slots).expect("the pool is large enough");
-            manager.copy_block_tables(&ids, MAX_BLOCKS, &mut tables).expect("they fit");
+            manager.append_batch(&ids, None, None, &mut slots).expect("the pool is large enough");
+            manager.write_block_tables(&ids, MAX_BLOCKS, &mut tables).expect("they fit");
             manager.write_seq_lens(&ids, &mut seq_lens).expect("they fit");
             black_box((&tables, &seq_lens, &slots));
         }
@@ -161,7 +161,7 @@ fn at_8k() -> (BlockManager, Vec<SequenceId>) {
     for (row, &id) in ids.iter().enumerate() {
         manager.create_sequence(id).expect("the id is new");
         manager
-            .append_tokens(id, decode_length(row) as u64, &mut Vec::new())
+            .append_tokens(id, decode_length(row) as u64, None, &mut Vec::new())
             .expect("the pool is large enough");
     }
     (manager, ids)

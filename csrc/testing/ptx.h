@@ -1,4 +1,4 @@
-// The functions of ../cuda/ptx.h, by what the PTX manual says of each instruction.
+// The functions of ../cuda/device/ptx.h, by what the PTX manual says of each instruction.
 #pragma once
 #include <cmath>
 

@@ -80,7 +80,7 @@ impl Engine {
             .with_prefix_caching(bytes.below(4) > 0)
             .with_fences(bytes.coin())
             .with_constant_hash(bytes.below(4) == 0)
-            .with_eviction_policy(bytes.pick(&[EvictionPolicy::Lru, EvictionPolicy::Slru]))
+            .with_eviction_policy(bytes.pick(EvictionPolicy::ALL))
             .with_watermark_blocks(bytes.pick(&[0, 0, 1]))
             .expect("the pool has a block")
             .with_max_pinned_blocks(bytes.below(num_blocks + 1))
@@ -168,7 +168,7 @@ impl Engine {
         }
     }
 
-    // ---- what is written ---------------------------------------------------------------------------------------------
+    // ---- what is written --------------------------------------------------------------------------------------------
 
     /// Runs the owed copies.
     pub(crate) fn copy(&mut self) {

@@ -6,8 +6,9 @@
 //!
 //! After every operation:
 //! * the manager's own audit finds nothing;
-//! * every computed token of every sequence still reads what was written for exactly its history (tokens, salt, adapter,
-//!   media): nobody wrote into what others share, nothing wrong was shared, nothing was evicted under a holder;
+//! * every computed token of every sequence still reads what was written for exactly its history (tokens, salt,
+//!   adapter, media): nobody wrote into what others share, nothing wrong was shared, nothing was evicted under a
+//!   holder;
 //! * a refused operation has changed nothing that can be seen;
 //! * a fenced block that the index does not name is not held by anybody.
 //!

@@ -127,10 +127,10 @@ impl Engine {
         let drawn = self.draw(id, start, count, bytes);
         let mut slots = Vec::new();
         match (alone, told) {
-            (true, true) => slots.push(self.manager.append_token_id(id, drawn[0])?),
-            (true, false) => slots.push(self.manager.append_token(id)?),
-            (false, true) => self.manager.append_token_ids(id, &drawn, &mut slots)?,
-            (false, false) => self.manager.append_tokens(id, count, &mut slots)?,
+            (true, true) => slots.push(self.manager.append_token(id, Some(drawn[0]))?),
+            (true, false) => slots.push(self.manager.append_token(id, None)?),
+            (false, true) => self.manager.append_tokens(id, drawn.len() as u64, Some(&drawn), &mut slots)?,
+            (false, false) => self.manager.append_tokens(id, count, None, &mut slots)?,
         }
         self.grown(&[(id, start, drawn)], told, &slots, bytes);
         Ok(())
@@ -148,7 +148,7 @@ impl Engine {
         let mut rows = Vec::new();
         for (&id, &count) in ids.iter().zip(&counts) {
             if !self.texts.contains_key(&id) {
-                return self.manager.append_batch(&ids, Some(&counts), &mut Vec::new());
+                return self.manager.append_batch(&ids, Some(&counts), None, &mut Vec::new());
             }
             let end = ends.entry(id).or_insert(self.manager.sequence_length(id)?);
             rows.push((id, *end, self.draw(id, *end, count, bytes)));
@@ -157,9 +157,9 @@ impl Engine {
         let mut slots = Vec::new();
         if told {
             let token_ids: Vec<u32> = rows.iter().flat_map(|(_, _, drawn)| drawn).copied().collect();
-            self.manager.append_batch_ids(&ids, Some(&counts), &token_ids, &mut slots)?;
+            self.manager.append_batch(&ids, Some(&counts), Some(&token_ids), &mut slots)?;
         } else {
-            self.manager.append_batch(&ids, Some(&counts), &mut slots)?;
+            self.manager.append_batch(&ids, Some(&counts), None, &mut slots)?;
         }
         self.grown(&rows, told, &slots, bytes);
         Ok(())
@@ -218,7 +218,7 @@ impl Engine {
             ids.iter().map(|&id| self.manager.num_computed_tokens(id).expect("it exists")).collect();
         let told = tell.then_some(&token_ids[..]);
         if let ([id], [n], Some(token_ids)) = (&ids[..], &ns[..], told) {
-            self.manager.commit_ids(*id, *n, token_ids)?;
+            self.manager.commit(*id, *n, Some(token_ids))?;
         } else {
             self.manager.commit_batch(&ids, &ns, told)?;
         }

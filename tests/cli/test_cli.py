@@ -45,6 +45,12 @@ def test_generate_one_prompt_prints_its_text_and_nothing_else() -> None:
     assert invoke("generate", "The for statement", "--max-tokens", "10") == f"The for statement{text}\n"
 
 
+def test_generate_takes_every_setting_of_the_engine() -> None:
+    text = LLM(kv_cache_dtype="int8", num_blocks=9).generate("The for statement", max_tokens=10)[0].outputs[0].text
+    settings = ("--kv-cache-dtype", "int8", "--num-blocks", "9", "--no-enable-prefix-caching")
+    assert invoke("generate", "The for statement", "--max-tokens", "10", *settings) == f"The for statement{text}\n"
+
+
 def test_generate_several_prompts_marks_whose_line_it_is() -> None:
     lines = invoke("generate", "--max-tokens", "24").splitlines()
     assert {line.split(" │ ")[0] for line in lines} == {"0", "1", "2", "3"}
@@ -75,6 +81,8 @@ def test_generate_chat_goes_through_the_template() -> None:
         (["--temperature", "-1"], "kvpager: `temperature`: wanted a finite number"),
         (["--dtype", "int4"], "kvpager: `dtype` is int4; supported: auto"),
         (["--block-size", "0"], "kvpager: `block_size` is 0"),
+        (["--kv-cache-dtype", "int4"], "kvpager: `kv_cache_dtype`: wanted float32"),
+        (["--eviction-policy", "fifo"], "kvpager: `eviction_policy`: wanted `lru`"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(

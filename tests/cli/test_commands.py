@@ -128,8 +128,9 @@ def test_f224_a_typed_line_that_is_no_utf8_does_not_end_the_chat() -> None:
     assert list(typed_lines(ask)) == ["a\udcff", "two"]
 
 
-def test_chat_as_a_command() -> None:
-    shown = invoke("chat", "--max-tokens", "4", stdin="What is a list?\n/clear\n/exit\n")
+@pytest.mark.parametrize("settings", [(), ("--kv-cache-dtype", "int8", "--eviction-policy", "slru")])
+def test_chat_as_a_command(settings: tuple[str, ...]) -> None:
+    shown = invoke("chat", "--max-tokens", "4", *settings, stdin="What is a list?\n/clear\n/exit\n")
     assert shown.strip().endswith("(forgotten)")
     assert len(shown.splitlines()) >= 2
 
@@ -182,6 +183,8 @@ def test_plan_as_a_command() -> None:
     shown = invoke("plan", "--num-blocks", "100")
     assert "100 blocks of 16, 1,600 tokens" in shown
     assert "longest request  1,601 tokens (the model has 2,048 positions)" in shown
+    shown = invoke("plan", "--kv-cache-dtype", "int8")
+    assert "cache per token  576 bytes in int8" in shown  # 2 · 4 layers · 2 heads · (32 codes + 4 bytes of scale)
 
 
 # verify ------------------------------------------------------------

@@ -187,8 +187,8 @@ def test_the_last_token_takes_no_slot() -> None:
     assert llm.last_run.peak_blocks == 2
     with pytest.raises(
         SequenceTooLongError,
-        match=r"3 tokens and asks for 7 more: 3 blocks of 4, the pool has 2; set `num_blocks` to at least 3, or "
-        r"lower `max_tokens` by 1",
+        match=r"prompt 0: 3 prompt tokens and 7 new ones need 3 blocks of 4 tokens, 2 is the most; "
+        r"set `num_blocks` to at least 3, or lower `max_tokens` by 1",
     ):
         llm.generate([5, 6, 7], max_tokens=7)
 

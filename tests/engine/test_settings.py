@@ -1,13 +1,15 @@
 """Settings from `LLM` down to cache, manager and command: each is reachable, and none is typed or checked twice."""
 
 import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 
-from kvpager import LLM, KVBlockManager, PagedKVCache, SamplingParams
+from kvpager import LLM, KVBlockManager, PagedKVCache, SamplingParams, ops
 from kvpager.cache_dtypes import CACHE_DTYPES
 from kvpager.cli.options import SETTINGS_HELP
 from kvpager.cli.plan import make_plan
@@ -147,3 +149,16 @@ def test_the_eviction_policy_reaches_the_manager() -> None:
         assert hits_through_llm(policy) == hits_at_the_manager(policy)
     assert hits_through_llm("slru")[-1] == 12
     assert hits_through_llm("lru")[-1] == 0
+
+
+def test_the_page_of_abilities_names_them_all() -> None:
+    """docs/abilities.md has each setting, each keyword of manager and cache, and each operation."""
+    page = (Path(__file__).parents[2] / "docs" / "abilities.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    keywords = [
+        name
+        for made in (KVBlockManager, PagedKVCache)
+        for name, each in inspect.signature(made).parameters.items()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not name.startswith("_")
+    ]
+    assert {*EngineSettings.__annotations__, *keywords, *ops.__all__} - named == set()

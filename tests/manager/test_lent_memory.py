@@ -1,13 +1,14 @@
-"""Arrays and tensors are read and written where they lie: what looks like one but can't be, and memory that changes."""
+"""Memory that callers lend: what can be read or written, what is refused, and for how long it is held."""
 
 import threading
+from array import array
 
 import numpy as np
 import pytest
 import torch
 
 from kvpager.errors import ArgumentError, KVPagerError, OutOfBlocksError
-from kvpager.manager import KVBlockManager
+from kvpager.manager import BatchBuffers, DecodeBatch, KVBlockManager
 
 PACKAGES = {"numpy": np.asarray, "torch": lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype))}
 DTYPES = ["int32", "int64"]
@@ -244,6 +245,72 @@ def test_the_memory_is_looked_for_at_each_call(manager, package):
         out.set_(torch.tensor([7, 7, 7]))
     manager.slot_mapping_for_append(ids, out=out)
     assert out.tolist() == [12, 9, 13]
+
+
+OUT_CALLS = {
+    "slots": lambda manager, out: manager.slot_mapping_for_append([0, 1], out=out),
+    "tables": lambda manager, out: manager.get_block_table_tensor([0, 1], out=out),
+    "lengths": lambda manager, out: manager.get_seq_lens_tensor([0, 1], out=out),
+    "prompt": lambda manager, out: manager.admit(7, [1, 2], out=out),
+}
+
+
+@pytest.mark.parametrize("call", OUT_CALLS.values(), ids=OUT_CALLS)
+@pytest.mark.parametrize("format_", ["q", "i"])
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_memory_is_let_go_of_whether_it_was_written_or_refused(manager, call, format_, size):
+    """An `array` can't grow while somebody holds it."""
+    out = array(format_, [7] * size)
+    try:
+        call(manager, out)
+    except ArgumentError:
+        assert out.tolist() == [7] * size
+    out.append(1)
+    assert len(out) == size + 1
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_format_that_names_a_byte_order_is_refused(manager, observe, order):
+    """Whichever it is: the formats of numpy's and torch's own arrays name none."""
+    out = np.zeros(2, np.dtype("int64").newbyteorder(order))
+    before = observe(manager)
+    with pytest.raises(ArgumentError, match=r"^`out`: wanted a writable, contiguous int64 buffer of 2 elements"):
+        manager.slot_mapping_for_append([0, 1], out=out)
+    assert observe(manager) == before
+
+
+def test_read_only_memory_is_read_but_never_written(manager, observe):
+    ids, out = np.array([0, 1]), np.zeros(2, np.int64)
+    ids.flags.writeable = out.flags.writeable = False
+    before = observe(manager)
+    for refused in (out, memoryview(bytes(16)).cast("q")):
+        with pytest.raises(ArgumentError) as caught:
+            manager.slot_mapping_for_append(ids, out=refused)
+        assert caught.value.argument == "out"
+    assert observe(manager) == before
+    assert manager.slot_mapping_for_append(ids).tolist() == [3, 8]
+
+
+def test_the_buffers_of_a_batch_can_not_be_resized():
+    manager = KVBlockManager(8, 4)
+    growing, tensor = array("i", [0] * 2), torch.zeros(2, dtype=torch.int32)
+
+    def buffers(seq_lens):
+        table, changed = np.zeros((2, 3), np.int32), np.zeros((5, 3), np.int32)
+        return BatchBuffers(table, seq_lens, np.zeros(3, np.int32), np.zeros(4, np.int64), changed)
+
+    batch = DecodeBatch(manager, buffers(growing), buffers(tensor))
+    with pytest.raises(BufferError):
+        growing.append(1)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.resize_(9000)
+    manager.create_sequence(1)
+    batch.add(1)
+    batch.step()
+    batch.step()
+    assert (growing.tolist(), tensor.tolist()) == ([1, 0], [2, 0])
+    del batch
+    growing.append(1)
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)

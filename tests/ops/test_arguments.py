@@ -120,6 +120,25 @@ def test_what_is_read_before_the_op_is_called():
         ops.quantise(torch.ones(2, 8), torch.float32)
 
 
+def test_an_option_that_no_op_has_is_refused(caches):
+    """As Python refuses a keyword, in the words of the function that was called."""
+    tables = {name: one_query(caches)[name] for name in ("block_tables", "seq_lens")}
+    query = torch.ones(1, H, D)
+    cache = PagedKVCache(1, N, K, S, D)
+    for call in (
+        lambda: attend(caches, windwo=3),
+        lambda: ops.paged_attention_lse(query, *caches, **tables, windwo=3),
+        lambda: cache.attend(0, query, step(), windwo=3),
+    ):
+        with pytest.raises(TypeError, match=r"paged_attention\(\) got an unexpected keyword argument 'windwo'"):
+            call()
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"paged_prefill\(\) got an unexpected keyword argument 'fixed_split'"):
+        ops.paged_prefill(query, *caches, query_start_loc=starts, **tables, fixed_split=16)
+    with pytest.raises(TypeError, match="windwo"):
+        attend(caches, backend="reference", windwo=3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 @pytest.mark.parametrize("argument", ["scale", "softcap"])
 def test_factors_of_scores_are_finite(kernels, caches, argument, value):
@@ -201,10 +220,11 @@ def test_a_cache_attends_to_a_step(query, metadata, text):
         (lambda: ops.dequantise(torch.ones(3, 8), torch.ones(2)), "`scales`: wanted [3] or [1], got [2] float32"),
         (lambda: ops.dequantise(torch.tensor(1.0), torch.ones(1)), "`codes`: wanted [..., D], got []"),
         (lambda: ops.quantise(None, torch.int8), "`rows`: wanted a tensor, got NoneType"),
-        (lambda: ops.default_num_parts(None, 1), '`device`: wanted "cpu" or a GPU of this machine, got None'),
-        (lambda: ops.default_num_parts("x", 1), "`device`: wanted \"cpu\" or a GPU of this machine, got 'x'"),
-        (lambda: ops.default_num_parts("cuda:99", 1), "got 'cuda:99'"),
-        (lambda: ops.default_num_parts("cpu", 0), "`num_kv_heads`: wanted at least 1, got 0"),
+        (lambda: ops.default_num_parts(None, 1, 128), '`device`: wanted "cpu" or a GPU of this machine, got None'),
+        (lambda: ops.default_num_parts("x", 1, 128), "`device`: wanted \"cpu\" or a GPU of this machine, got 'x'"),
+        (lambda: ops.default_num_parts("cuda:99", 1, 128), "got 'cuda:99'"),
+        (lambda: ops.default_num_parts("cpu", 0, 128), "`num_kv_heads`: wanted at least 1, got 0"),
+        (lambda: ops.default_num_parts("cpu", 1, 0), "`head_dim`: wanted at least 1, got 0"),
         (
             lambda: ops.workspace_bytes(None, 4, 8, max_seq_len=6),
             "`num_sequences`: wanted a whole number of at most 63 bits",

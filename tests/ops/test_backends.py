@@ -17,6 +17,8 @@ from kvpager.errors import ArgumentError, ConfigError
 from kvpager.ops.attention import backends
 from kvpager.ops.attention.backends import call as call_module
 from kvpager.ops.attention.backends import flash_attn, flashinfer
+from kvpager.ops.attention.options import AttentionKeywords, AttentionOptions, DecodeKeywords
+from kvpager.ops.op import OPS
 
 BLOCK_SIZE = {"flashinfer": 16, "flash_attn 2": 256, "flash_attn 3": 16}
 MODULES = {"flashinfer": "flashinfer", "flash_attn 2": "flash_attn", "flash_attn 3": "flash_attn_interface"}
@@ -178,6 +180,27 @@ def test_what_a_package_does_not_take_is_said(install, make_case, package, sizes
     with pytest.raises(ArgumentError) as caught:
         ops.paged_attention(case.random(1, 4, case.head_dim), *paged, lengths, backend=name, **options)
     assert str(caught.value) == f"`backend`: wanted one that takes {what}, got {name}"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_a_package_refuses_every_option_that_it_does_not_name(name, make_case):
+    """So an option that is added tomorrow is refused by name, not ignored."""
+    package = {"flashinfer": flashinfer, "flash_attn": flash_attn}[name]
+    given = {"scale": 0.5, "window": 3, "softcap": 2.0}
+    assert set(given) == package.OPTIONS <= set(AttentionOptions._fields)
+    assert AttentionOptions(**given).unsupported(package.OPTIONS) is None
+    tensor = torch.ones(4)
+    for option in set(AttentionOptions._fields) - package.OPTIONS:
+        assert AttentionOptions(**{option: tensor}).unsupported(package.OPTIONS) == option
+
+
+def test_the_options_are_the_keywords_of_the_ops():
+    assert set(AttentionOptions._fields) == set(AttentionKeywords.__annotations__)
+    schemas = [OPS[name].call._schema.arguments for name in ("paged_attention", "paged_prefill")]
+    for arguments in schemas:
+        assert set(AttentionOptions._fields) <= {argument.name for argument in arguments}
+    split = {argument.name for argument in schemas[0]} - {argument.name for argument in schemas[1]}
+    assert split == set(DecodeKeywords.__annotations__) - set(AttentionKeywords.__annotations__)
 
 
 def test_a_quantised_cache_and_the_cpu_are_refused(install, monkeypatch):

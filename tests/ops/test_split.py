@@ -1,6 +1,7 @@
 """Sequences cut over threads: split plans, fixed splits, workspaces, and the moves between caches."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from kvpager import ops
 from kvpager.errors import ArgumentError, SlotError
 
+ROOT = Path(__file__).resolve().parents[2]
 kernels_on_cpu = pytest.mark.parametrize("kernels", ["native", "reference"], indirect=True)
 all_kernels = pytest.mark.parametrize("kernels", ["native", "reference", "emulated"], indirect=True)
 
@@ -61,10 +63,10 @@ def test_any_split_plan_gives_the_same_numbers(
     size = ops.workspace_bytes(7, case.num_heads, 16, max_seq_len=700, fixed_split=fixed_split, num_parts=num_parts)
     workspace = torch.zeros(size, dtype=torch.uint8)
     options = {"scale": 0.2, "window": window, "sinks": sinks, "fixed_split": fixed_split}
-    out, lse = ops.paged_attention(query, *rest, **options, split_plan=split_plan, workspace=workspace)
+    out, lse = ops.paged_attention_lse(query, *rest, **options, split_plan=split_plan, workspace=workspace)
     assert (workspace == 0).all()
     check(case, query, out, lse, tolerance, window=window, sinks=sinks)
-    again = ops.paged_attention(query, *rest, **options, split_plan=split_plan)
+    again = ops.paged_attention_lse(query, *rest, **options, split_plan=split_plan)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
 
@@ -92,7 +94,7 @@ def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threa
     query, key_cache, value_cache, tables, lengths = arguments_of(case)
     options = {"fixed_split": 128, "window": window}
     threads(1)
-    wanted = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options)
+    wanted = ops.paged_attention_lse(query, key_cache, value_cache, tables, lengths, **options)
     for count in (1, 2, 3):
         threads(count)
         for num_parts in (None, 1, 5, 40):
@@ -101,12 +103,14 @@ def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threa
                 split_plan = ops.make_split_plan(
                     lengths, block_size=16, window=window, fixed_split=128, num_parts=num_parts
                 )
-            got = ops.paged_attention(query, key_cache, value_cache, tables, lengths, **options, split_plan=split_plan)
+            got = ops.paged_attention_lse(
+                query, key_cache, value_cache, tables, lengths, **options, split_plan=split_plan
+            )
             assert torch.equal(got[0], wanted[0])
             assert torch.equal(got[1], wanted[1])
         for row in range(5):
             one = slice(row, row + 1)
-            got = ops.paged_attention(query[one], key_cache, value_cache, tables[one], lengths[one], **options)
+            got = ops.paged_attention_lse(query[one], key_cache, value_cache, tables[one], lengths[one], **options)
             assert torch.equal(got[0], wanted[0][one])
             assert torch.equal(got[1], wanted[1][one])
 
@@ -285,16 +289,26 @@ def test_a_change_outside_the_table_is_refused(kernels, bad):
             ops.update_tables(*tensors)
 
 
+class Properties:
+    multi_processor_count = 132
+
+
 def test_parts_fill_the_device_once(monkeypatch, threads):
     threads(2)
-    assert ops.default_num_parts("cpu", 8) == 8
-
-    class Properties:
-        multi_processor_count = 132
-
+    assert ops.default_num_parts("cpu", 8, 128) == 8
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    assert [ops.default_num_parts("cuda", heads) for heads in (1, 8, 48, 500)] == [396, 49, 8, 1]
+    assert [ops.default_num_parts("cuda", heads, 128) for heads in (1, 8, 48, 500)] == [396, 49, 8, 1]
     sizes = {"max_seq_len": 100, "device": "cuda", "num_kv_heads": 8}
     free = ops.workspace_bytes(4, 32, 128, **sizes)
     assert free == ops.workspace_bytes(4, 32, 128, max_seq_len=100, num_parts=49)
     assert free >= 4 * (4 * 8 + 2 * 48 * 32 * 130)
+
+
+def test_f232_a_gpu_runs_fewer_blocks_of_large_heads_at_once(monkeypatch):
+    """As `decode_blocks` of csrc/cuda has it: 3 a multiprocessor, 2 for a head dim above 128."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    assert [ops.default_num_parts("cuda", 8, head_dim) for head_dim in (64, 128, 136, 256)] == [49, 49, 33, 33]
+    sizes = {"max_seq_len": 100, "device": "cuda", "num_kv_heads": 8}
+    assert ops.workspace_bytes(4, 32, 256, **sizes) == ops.workspace_bytes(4, 32, 256, max_seq_len=100, num_parts=33)
+    sources = [path.read_text() for path in (ROOT / "csrc" / "cuda").rglob("*.h")]
+    assert sum("decode_blocks(int64_t head_dim) { return head_dim > 128 ? 2 : 3; }" in text for text in sources) == 1

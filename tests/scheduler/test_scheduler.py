@@ -38,7 +38,7 @@ def test_b092_what_can_never_fit_is_refused(worlds: Any, first: bool, budget: in
         world.add(1, tokens(1, 20), 1)
     assert str(caught.value) == (
         "20 prompt tokens and 1 new ones need 5 blocks of 4 tokens, 4 is the most; "
-        "set `num_blocks` to at least 5 or ask for fewer tokens"
+        "set `num_blocks` to at least 5, or lower `max_tokens` by 4"
     )
     if first:
         small = world.add(2, tokens(1, 4), 4)

@@ -4,6 +4,8 @@ The cache knows no sequence and hands out no block; it holds bytes, writes rows 
 Two arrangements of the one allocation: layer-major [L, 2, N, block] (a layer's blocks lie together) and block-major
 [N, L, 2, block] (one copy moves a block through all layers). `key_cache[l]` and `value_cache[l]` are views of it.
 A quantised block holds its codes and, behind them, their scales, so that whatever moves the block moves them too.
+
+Longer than 300 lines because the one class documents each tensor that it hands out.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from kvpager.errors import ArgumentError, ConfigError
 from kvpager.huge_pages import advise_huge_pages
 from kvpager.kinds import is_whole
 from kvpager.ops.attention import backends
-from kvpager.ops.attention.options import ScoreKeywords
+from kvpager.ops.attention.options import ScaleKeywords, ScoreKeywords
 from kvpager.ops.tensors import QUANTISED_DTYPES, as_hnd, require_tensors, scales_as_hnd
 
 
@@ -107,11 +109,10 @@ class PagedKVCache:
         self._hnd_caches = tuple(
             as_hnd(key, value, layout) for key, value in zip(self.key_cache, self.value_cache, strict=True)
         )
-        self._hnd_scales: tuple[tuple[Tensor | None, Tensor | None], ...] = ((None, None),) * num_layers
+        self._hnd_scales: tuple[ScaleKeywords, ...] = (ScaleKeywords(),) * num_layers
         if scales is not None:
-            self._hnd_scales = tuple(
-                scales_as_hnd(key, value, layout) for key, value in zip(self.key_scale, self.value_scale, strict=True)
-            )
+            hnd = (scales_as_hnd(*pair, layout) for pair in zip(self.key_scale, self.value_scale, strict=True))
+            self._hnd_scales = tuple(ScaleKeywords(key_scale=key, value_scale=value) for key, value in hnd)
         self._by_block = self.storage if block_major else self.storage.movedim(2, 0)  # [N, L, 2, …]
 
     @property
@@ -185,8 +186,8 @@ class PagedKVCache:
         """Bytes of one token's K and V in all layers, scales included, rounded up."""
         return -(-self.bytes_per_block // self.block_size)
 
-    def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-        """Caches and scales of a layer, as the ops are given them."""
+    def _layer(self, layer: int) -> tuple[tuple[Tensor, Tensor], ScaleKeywords]:
+        """Caches of a layer, and keywords for its scales, as the ops are given them."""
         try:
             if layer >= 0:
                 return self._hnd_caches[layer], self._hnd_scales[layer]
@@ -196,8 +197,8 @@ class PagedKVCache:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write K and V rows [T, K, D] of one layer into their slots; see `kvpager.ops.write_kv`."""
-        caches, (key_scale, value_scale) = self._layer(layer)
-        ops.write_kv(key, value, *caches, slot_mapping, key_scale=key_scale, value_scale=value_scale)
+        caches, scales = self._layer(layer)
+        ops.write_kv(key, value, *caches, slot_mapping, **scales)
 
     def qk_norm_rope_write(
         self,
@@ -226,11 +227,10 @@ class PagedKVCache:
         Returns:
             query [T, H, D], ready for `attend`.
         """
-        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
+        (key_cache, value_cache), scales = self._layer(layer)
         return ops.qk_norm_rope_write(
-            qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping, eps=eps,
-            key_scale=key_scale, value_scale=value_scale,
-        )  # fmt: skip
+            qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping, eps=eps, **scales
+        )
 
     def attend(
         self,
@@ -253,7 +253,7 @@ class PagedKVCache:
         Returns:
             out [T, H, D].
         """
-        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
+        (key_cache, value_cache), scales = self._layer(layer)
         try:
             tables, lengths = metadata.block_tables, metadata.seq_lens
             is_decode = metadata.max_query_len == 1 and query.shape[0] == lengths.shape[0]
@@ -265,27 +265,26 @@ class PagedKVCache:
             return ops.paged_attention(
                 query, key_cache, value_cache, tables, lengths, max_seq_len=metadata.max_seq_len,
                 fixed_split=metadata.fixed_split, split_plan=metadata.split_plan, workspace=metadata.workspace,
-                key_scale=key_scale, value_scale=value_scale, **options,
+                **scales, **options,
             )  # fmt: skip
         return ops.paged_prefill(
             query, key_cache, value_cache, tables, metadata.query_start_loc, lengths,
-            max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len,
-            key_scale=key_scale, value_scale=value_scale, **options,
+            max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len, **scales, **options,
         )  # fmt: skip
 
     def _attend_planned(
         self, layer: int, query: Tensor, metadata: AttentionMetadata, is_decode: bool, options: ScoreKeywords
     ) -> Tensor:
         """By a backend that plans a step once for all its layers."""
-        (key_cache, value_cache), (key_scale, value_scale) = self._layer(layer)
+        (key_cache, value_cache), scales = self._layer(layer)
         lengths = {"seq_lens": metadata.seq_lens}
         if not is_decode:
             lengths = {"query_start_loc": metadata.query_start_loc, **lengths}
         require_tensors(query=query, block_tables=metadata.block_tables, **lengths)
         tables = (metadata.block_tables, *lengths.values())
         keywords: dict[str, Any] = {
-            **options, "max_query_len": metadata.max_query_len, "max_seq_len": metadata.max_seq_len,
-            "fixed_split": metadata.fixed_split, "key_scale": key_scale, "value_scale": value_scale,
+            **options, **scales, "max_query_len": metadata.max_query_len, "max_seq_len": metadata.max_seq_len,
+            "fixed_split": metadata.fixed_split,
         }  # fmt: skip
         run = self._planner.plan(metadata, query, (key_cache, value_cache), tables, keywords)
         out = query.new_empty(query.shape)

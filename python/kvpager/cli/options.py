@@ -33,7 +33,7 @@ SETTINGS_HELP = {
     "num_blocks": "Blocks of the pool.",
     "kv_cache_memory_bytes": "Or the bytes that the pool may take.",
     "kv_cache_dtype": f"auto, or codes: {', '.join(each.name for each in CACHE_DTYPES if each.is_codes)}.",
-    "eviction_policy": "Which cached blocks go first: lru, or slru, which prompts that never come back don't sweep.",
+    "eviction_policy": "Which cached blocks go first: lru or another policy of the block manager.",
     "enable_prefix_caching": "Find blocks that other requests computed for the same beginning.",
     "watermark_blocks": "Blocks that an admission leaves free while others run; 1 % of the pool if not given.",
     "max_num_seqs": "Most sequences that run together.",

@@ -85,7 +85,7 @@ class Engine:
             watermark_blocks=manager.num_blocks // 100 if watermark is None else watermark,
             followers=[self._rows],
         )
-        self.factory = RequestFactory(model_config, config, manager.num_blocks, tokenizer, no_text_because)
+        self.factory = RequestFactory(model_config, config, self.scheduler.check_fits, tokenizer, no_text_because)
         self._requests: dict[str, Request] = {}
         self._events: list[StreamEvent] = []  # of requests that ended between steps
         self._trace = trace
@@ -109,7 +109,7 @@ class Engine:
 
         Args:
             prompt: a text, token ids, or ``{"prompt_token_ids": ids}``.
-            sampling_params: its wishes; None: the defaults.
+            sampling_params: how its tokens are chosen; None: the defaults.
             request_id: its name while it is here; None: a number.
             priority: a whole number; lower ones go first.
             cache_salt: only requests with the same salt find what this one computes.
@@ -118,7 +118,7 @@ class Engine:
             Its name.
 
         Raises:
-            ArgumentError: a bad prompt, bad wishes, another argument of a wrong kind, or a name that is taken.
+            ArgumentError: a bad prompt, bad parameters, another argument of a wrong kind, or a name that is taken.
             SequenceTooLongError: it can never fit the model's positions or the pool.
         """
         if request_id is not None and not is_text(request_id):

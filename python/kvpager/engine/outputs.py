@@ -12,7 +12,7 @@ class CompletionOutput:
 
     Attributes:
         index: number of the completion within its request.
-        text: without special tokens, and without the stop string or token that ended it, unless the request asked for
+        text: without special tokens, and without the stop string or token that ended it, unless the request asks for
             them.
         token_ids: as sampled, the end-of-text token and those of a stop string included.
         finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (`max_tokens` reached), ``"abort"``, or

@@ -1,4 +1,4 @@
-"""Prompts and wishes become requests; everything that can be refused is refused here, before anything runs."""
+"""Prompts and sampling parameters become requests; everything that can be refused is refused here, before it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class Request:
         index: the prompt's place among those given.
         prompt: the text, if it came as one.
         prompt_token_ids: P tokens.
-        params: wishes.
+        params: sampling parameters.
         completions: n of them; the first computes the prompt, the others begin as its forks.
         prompt_logprobs: by position, where it asked; filled as the prompt is computed.
         token_text: text of one token; None without a tokenizer.
@@ -145,13 +145,13 @@ class RequestFactory:
         self,
         model_config: ModelConfig,
         config: EngineConfig,
-        num_blocks: int,
+        check_fits: Callable[[scheduler.Sequence], None],
         tokenizer: Tokenizer | None,
         no_text_because: str,
     ) -> None:
         self._model_config = model_config
         self._config = config
-        self._num_blocks = num_blocks
+        self._check_fits = check_fits  # the scheduler's: whether the pool can ever hold a sequence
         self._tokenizer = tokenizer
         self._no_text_because = no_text_because
         self._num_requests = 0
@@ -175,8 +175,8 @@ class RequestFactory:
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed), max_tokens, temperature)
         requests = [
-            self._make_one(index, prompt, wishes, priority, cache_salt)
-            for index, (prompt, wishes) in enumerate(zip(listed, params, strict=True))
+            self._make_one(index, prompt, each, priority, cache_salt)
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True))
         ]
         self._num_requests += len(requests)
         return requests
@@ -210,6 +210,10 @@ class RequestFactory:
             for n in range(params.n)
         ]
         completions[0].sequence.adopt([each.sequence for each in completions[1:]])
+        try:
+            self._check_fits(completions[0].sequence)
+        except SequenceTooLongError as error:
+            raise SequenceTooLongError(f"prompt {index}: {error}") from None
         return Request(
             request_id=str(number),
             index=index,
@@ -269,13 +273,6 @@ class RequestFactory:
             raise SequenceTooLongError(f"{what}: {total} positions, the model has {limit}")
         if self._config.max_model_len is not None and total > self._config.max_model_len:
             raise SequenceTooLongError(f"{what}: {total} positions, `max_model_len` is {self._config.max_model_len}")
-        num_blocks = -(-(total - 1) // self._config.block_size)  # the last token takes no slot
-        if num_blocks > self._num_blocks:
-            raise SequenceTooLongError(
-                f"{what}: {num_blocks} blocks of {self._config.block_size}, the pool has {self._num_blocks}; set "
-                f"`num_blocks` to at least {num_blocks}, or lower `max_tokens` by "
-                f"{total - 1 - self._num_blocks * self._config.block_size}"
-            )
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

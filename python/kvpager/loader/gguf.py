@@ -59,7 +59,7 @@ def config_from_gguf(file: GGUFFile) -> tuple[Architecture, ModelConfig]:
     architecture = fields.get("general.architecture")
     known = {each.gguf: name for name, each in ARCHITECTURES.items() if each.gguf is not None}
     if architecture not in known:
-        raise ConfigError(f"`general.architecture` is {architecture}; supported: {', '.join(known)}")
+        raise ConfigError(f"`general.architecture` is {architecture}; supported: {', '.join(sorted(known))}")
 
     def field(name: str) -> Any:
         if fields.get(f"{architecture}.{name}") is None:

@@ -10,7 +10,7 @@ import re
 
 from kvpager.errors import ArgumentError, KVPagerError, SlotError
 
-# Bit of the device error word -> (argument, class, what was wanted). The bits are those of csrc/cuda/errors.cuh.
+# Bit of the device error word -> (argument, class, what was wanted). The bits are those of csrc/cuda/device/errors.cuh.
 DEVICE_ERRORS = (
     ("slot_mapping", SlotError, "-1 or slots of the pool"),
     ("block_tables", SlotError, "block ids of the pool"),

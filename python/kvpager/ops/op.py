@@ -38,10 +38,11 @@ class Op:
         check: takes what the op takes and raises before anything is written, from metadata alone: it is the fake, too.
         reference: takes what the op takes, checked, and does it in plain torch, after checking the values.
         has_cuda_kernel: whether the native library has a kernel for CUDA.
-        new_out: makes the first argument from the others, if a caller gives None for it; `check` takes that None.
+        made: the argument that the wrapper makes if a caller gives none; `check` takes None for it.
 
     Attributes:
-        call: the registered op, without the lookup by overload at each call.
+        call: the registered op, without the lookup by overload at each call. A wrapper that makes a result calls it
+            and `refuse` itself, which costs less than calling the card.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Op:
         reference: Callable[..., None],
         *,
         has_cuda_kernel: bool = True,
-        new_out: Callable[..., Tensor] | None = None,
+        made: str = "",
     ) -> None:
         self.name, self.schema = name, schema
-        self.check, self.reference, self.new_out = check, reference, new_out
+        self.check, self.reference, self.made = check, reference, made
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{NAMESPACE}::{name}", check, lib=library)
         status = native_status()
@@ -70,24 +71,16 @@ class Op:
         self.check(*arguments, **options)
         self.reference(*arguments, **options)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
-        """Call the op, and say what was wrong in the words of `check` if it refuses.
-
-        Returns:
-            The first argument, or what `new_out` made for it.
-        """
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        """Call the op, and say what was wrong in the words of `check` if it refuses."""
         try:
-            if arguments[0] is None and self.new_out is not None:
-                arguments = (self.new_out(*arguments[1:]), *arguments[1:])
             self.call(*arguments, **options)
         except REFUSALS as error:
-            self.refuse(error, arguments, options)
+            self.refuse(error, *arguments, **options)
         if device_errors.CHECKED:
             check_errors(next(argument.device for argument in arguments if isinstance(argument, Tensor)))
-        out: Tensor = arguments[0]
-        return out
 
-    def refuse(self, error: Exception, arguments: tuple[Any, ...], options: dict[str, Any]) -> NoReturn:
+    def refuse(self, error: Exception, *arguments: Any, **options: Any) -> NoReturn:
         """Raise what was wrong with a call that failed, named as the caller sees it."""
         if isinstance(error, KVPagerError):
             raise error
@@ -103,8 +96,8 @@ class Op:
     def _check_kinds(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Refuses options that the op lacks, and what stands where its schema has a tensor and is none."""
         kinds = {argument.name: str(argument.type) for argument in self.call._schema.arguments}
-        if self.new_out is not None:
-            kinds[next(iter(kinds))] = "Optional[Tensor]"
+        if self.made:
+            kinds[self.made] = "Optional[Tensor]"
         for name, value in (*zip(kinds, arguments, strict=False), *options.items()):
             if name not in kinds:
                 raise TypeError(f"{self.name}() got an unexpected keyword argument '{name}'")

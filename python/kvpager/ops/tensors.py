@@ -153,7 +153,7 @@ def check_scales(key_scale: Tensor | None, value_scale: Tensor | None, key_cache
 def check_written(argument: str, tensor: Tensor | None) -> None:
     """Each dimension longer than 1 steps over all that the dimensions with smaller strides reach.
 
-    As in csrc/checks.h. Symbolic sizes are left to the kernel: a guard on them would compile a step anew. O(dims).
+    As in csrc/tensors.h. Symbolic sizes are left to the kernel: a guard on them would compile a step anew. O(dims).
     """
     if tensor is None:
         return

@@ -55,9 +55,10 @@ class AdmissionGate:
         needed = self.blocks_for(P + new - 1)  # the last token takes no slot
         room = min(self._manager.num_blocks, self._max_blocks)
         if needed > room:
+            size = self._manager.block_size
             raise SequenceTooLongError(
-                f"{P} prompt tokens and {new} new ones need {needed} blocks of {self._manager.block_size} tokens, "
-                f"{room} is the most; set `num_blocks` to at least {needed} or ask for fewer tokens"
+                f"{P} prompt tokens and {new} new ones need {needed} blocks of {size} tokens, {room} is the most; set "
+                f"`num_blocks` to at least {needed}, or lower `max_tokens` by {P + new - 1 - room * size}"
             )
 
     def enter(self, sequence: Sequence, kept_back: int) -> int | None:

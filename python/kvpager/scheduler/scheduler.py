@@ -22,6 +22,9 @@ What that promises, with one priority (tests/scheduler/test_scheduler_properties
 
 Costs: a steady decode is one call to the allocator and a few array operations, no Python per row, but for appending
 each token to its sequence's list. Steps with prefills, arrivals or ends: O(rows + tokens).
+
+Longer than 300 lines because its operations change the same five fields (rows, queue, prefilling, pending, counts), and
+each of them must leave all five in agreement.
 """
 
 import logging
@@ -110,6 +113,10 @@ class Scheduler:
     def is_prefilling(self, sequence: Sequence) -> bool:
         """Whether a running sequence has more than its last token to compute, or had when this step began."""
         return sequence in self._prefilling
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that can never run, without adding it; errors as of `add`."""
+        self._gate.check_fits(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, and with it those that are to be its forks, into the queue.

@@ -53,7 +53,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks the words of an assistant for training: rendered as if the tag were not there."""
+    """``{% generation %}`` marks an assistant's words for training; its body is rendered as without the tag."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 wants a set)
 

@@ -9,11 +9,11 @@
 
 use std::sync::Arc;
 
-use crate::TokenId;
-use crate::admission::Item;
-use crate::keys::NO_KEY;
+use crate::ids::TokenId;
+use crate::index::NO_KEY;
+use crate::prompt::{Item, overlapping};
 
-/// A released row keeps the memory of its token ids up to this many (256 KiB).
+/// The next sequence at a place gets the memory of the last one's token ids, up to this many (256 KiB).
 const KEPT_TOKEN_IDS: usize = 65_536;
 
 /// In place of an id that is not known: none that a token can have.
@@ -21,13 +21,13 @@ const UNKNOWN: TokenId = TokenId::MAX;
 
 /// A media item of a prompt, kept.
 #[derive(Clone, Debug)]
-pub(crate) struct KeptItem {
-    pub(crate) start: u64,
-    pub(crate) stop: u64,
-    pub(crate) key: Arc<str>,
+struct KeptItem {
+    start: u64,
+    stop: u64,
+    key: Arc<str>,
 }
 
-/// One row's. One cache line.
+/// One sequence's. One cache line.
 #[derive(Clone, Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Chain {
@@ -36,19 +36,62 @@ pub(crate) struct Chain {
     /// Ids before are those of blocks that entered the index.
     base: u64,
     /// Leading blocks that are nodes of the index, each the child of the one before.
-    pub(crate) num_indexed: usize,
-    /// Slot of the namespace.
-    pub(crate) namespace: u32,
+    num_indexed: usize,
+    /// Key id of the namespace.
+    namespace: u32,
     /// Whether there may be gaps.
     has_gaps: bool,
     /// Older than the last reset of the index: its content must not enter.
-    pub(crate) is_stale: bool,
+    is_stale: bool,
     /// Sorted and disjoint; none for most.
-    #[expect(clippy::box_collection, reason = "one word in the row of every sequence that has none")]
-    pub(crate) items: Option<Box<Vec<KeptItem>>>,
+    #[expect(clippy::box_collection, reason = "one word for every sequence that has none")]
+    items: Option<Box<Vec<KeptItem>>>,
 }
 
 impl Chain {
+    /// Leading blocks that are nodes of the index.
+    #[inline]
+    pub(crate) fn num_indexed(&self) -> usize {
+        self.num_indexed
+    }
+
+    /// Key id of the namespace.
+    #[inline]
+    pub(crate) fn namespace(&self) -> u32 {
+        self.namespace
+    }
+
+    /// Whether its content is older than the last reset of the index.
+    #[inline]
+    pub(crate) fn is_stale(&self) -> bool {
+        self.is_stale
+    }
+
+    /// The next block entered the index.
+    #[inline]
+    pub(crate) fn enter_block(&mut self) {
+        self.num_indexed += 1;
+    }
+
+    /// The index forgot everything. A sequence with tokens must enter nothing more.
+    pub(crate) fn forget_index(&mut self, has_tokens: bool) {
+        self.num_indexed = 0;
+        self.is_stale |= has_tokens;
+    }
+
+    /// Whether media items are kept.
+    #[inline]
+    pub(crate) fn has_items(&self) -> bool {
+        self.items.is_some()
+    }
+
+    /// The items that overlap the positions `start..stop`.
+    pub(crate) fn items_within(&self, start: u64, stop: u64) -> impl Iterator<Item = Item<'_>> {
+        let kept = self.items.as_ref().map_or(&[][..], |items| items);
+        let overlapping = overlapping(kept, |item| (item.start, item.stop), start, stop);
+        overlapping.iter().map(|item| Item { start: item.start, stop: item.stop, key: &item.key })
+    }
+
     /// Whether ids at and past `length` are kept: the rest of a prompt.
     #[inline]
     pub(crate) fn has_ids_past(&self, length: u64) -> bool {
@@ -67,16 +110,6 @@ impl Chain {
         Some((position + at as u64, kept[at], token_ids[at]))
     }
 
-    /// Keeps the id of the token at `position`, which was just appended.
-    #[inline]
-    pub(crate) fn append_one(&mut self, position: u64, token_id: TokenId) {
-        if position == self.base + self.ids.len() as u64 {
-            self.ids.push(token_id);
-        } else {
-            self.append(position, &[token_id]);
-        }
-    }
-
     /// Keeps the ids of tokens from `position` on, which agree with what is kept already.
     pub(crate) fn append(&mut self, position: u64, token_ids: &[TokenId]) {
         let at = (position - self.base) as usize;
@@ -86,51 +119,6 @@ impl Chain {
         }
         let num_kept = (self.ids.len() - at).min(token_ids.len());
         self.ids.extend_from_slice(&token_ids[num_kept..]);
-    }
-
-    /// Takes the id of the first token behind the computed ones, if exactly theirs are known.
-    #[inline]
-    pub(crate) fn commit_next(&mut self, computed: u64, token_id: TokenId) -> bool {
-        let is_next = self.knows_exactly(computed);
-        if is_next {
-            self.ids.push(token_id);
-        }
-        is_next
-    }
-
-    /// Takes back the last [`commit_next`](Self::commit_next).
-    pub(crate) fn uncommit_last(&mut self) {
-        self.ids.pop();
-    }
-
-    /// Whether the ids of the first `n` tokens are known, and no others.
-    #[inline]
-    pub(crate) fn knows_exactly(&self, n: u64) -> bool {
-        self.base + self.ids.len() as u64 == n && !self.has_gaps
-    }
-
-    /// Where the ids begin that are not with the index.
-    pub(crate) fn base(&self) -> u64 {
-        self.base
-    }
-
-    /// Hands over all ids from `start`, a block boundary, on: they are with the index from now on.
-    pub(crate) fn hand_over(&mut self, start: u64, to: &mut [TokenId], spare: &mut SpareIds) {
-        to.copy_from_slice(&self.ids[(start - self.base) as usize..]);
-        self.ids.clear();
-        spare.give_back(&mut self.ids);
-        self.base = start;
-    }
-
-    /// Takes ids back that were handed over.
-    pub(crate) fn take_back(&mut self, token_ids: &[TokenId]) {
-        self.ids.extend_from_slice(token_ids);
-    }
-
-    /// The next block entered the index, which had been handed all ids of it.
-    pub(crate) fn pass_on(&mut self, block_size: u64) {
-        self.base += block_size;
-        self.num_indexed += 1;
     }
 
     /// Whether a block that could enter the index became full when `n` tokens were computed.
@@ -195,7 +183,7 @@ impl Chain {
         self.base = behind;
     }
 
-    /// Takes the ids and items of a prompt, the first of which the index has; the row is empty.
+    /// Takes the ids and items of a prompt, the first of which the index has; the chain is empty.
     pub(crate) fn start(
         &mut self,
         (token_ids, num_indexed): (&[TokenId], usize),
@@ -219,7 +207,7 @@ impl Chain {
         }
     }
 
-    /// Becomes the chain of a fork of the first `n` tokens; the row is empty. The caller counts the namespace.
+    /// Becomes the chain of a fork of the first `n` tokens; the chain is empty. The caller counts the namespace.
     /// `cut` are the ids of the index's block that `n` lies in.
     pub(crate) fn fork_from<'a>(
         &mut self,
@@ -278,7 +266,7 @@ impl Chain {
         }
     }
 
-    /// Empties the row. The caller has released the namespace.
+    /// Empties it. The caller has released the namespace.
     pub(crate) fn clear(&mut self) {
         let mut ids = std::mem::take(&mut self.ids);
         ids.clear();
@@ -298,12 +286,12 @@ impl Chain {
     }
 }
 
-/// Memory for the ids of long prompts, which rows need from the admission to the commit only: handed from one to the
-/// next, so that it stays warm.
+/// Memory for the ids of long prompts, which sequences need from the admission to the commit only: handed from one to
+/// the next, so that it stays warm.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SpareIds {
     long: Vec<Vec<TokenId>>,
-    /// What rows had before, to be given back to them.
+    /// What sequences had before, to be given back to them.
     short: Vec<Vec<TokenId>>,
 }
 
@@ -330,13 +318,21 @@ impl SpareIds {
 }
 
 #[cfg(test)]
+impl Chain {
+    /// Breaks the count of indexed blocks, for the tests of the audit.
+    pub(crate) fn plant_num_indexed(&mut self, num_indexed: usize) {
+        self.num_indexed = num_indexed;
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn ids_out_of_order_leave_gaps_that_a_commit_fills() {
         let mut chain = Chain::default();
-        chain.append_one(0, 10);
+        chain.append(0, &[10]);
         chain.append(3, &[13, 14]);
         assert_eq!((chain.num_unknown(5), chain.num_unknown(3), chain.num_unknown(7)), (2, 2, 4));
         assert_eq!((chain.known(0, 2), chain.known(3, 5)), (None, Some(&[13, 14][..])));

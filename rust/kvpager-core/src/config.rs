@@ -1,7 +1,9 @@
 //! The shape and the rules of a pool, validated once: how many blocks, how many token positions each, whether content
 //! is indexed, and the arithmetic between tokens, blocks and slots. Everything behind it may cast without a check.
 
-use crate::{BlockId, Error, Result, SequenceId, Slot, TokenId};
+use crate::error::{Error, Result};
+use crate::eviction::EvictionPolicy;
+use crate::ids::{BlockId, SequenceId, Slot, TokenId};
 
 /// Largest number of blocks: ids must fit the int32 block tables that kernels read.
 pub const MAX_BLOCKS: u64 = i32::MAX as u64;
@@ -11,16 +13,6 @@ pub const MAX_SEQUENCE_ID: SequenceId = i64::MAX as SequenceId;
 
 /// Largest token id: ids travel in int32 tensors.
 pub const MAX_TOKEN_ID: TokenId = i32::MAX as TokenId;
-
-/// Which cached block goes first when space is needed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum EvictionPolicy {
-    /// The least recently used.
-    #[default]
-    Lru,
-    /// Segmented LRU: what was never hit goes before what was, so that a scan can't flush the cache.
-    Slru,
-}
 
 /// The validated shape of a pool, and its rules. [`new`](Self::new) gives the bare manager; each `with_…` changes one
 /// rule.
@@ -79,7 +71,7 @@ impl Config {
                 prefix_caching: false,
                 fences: false,
                 has_constant_hash: false,
-                eviction_policy: EvictionPolicy::Lru,
+                eviction_policy: EvictionPolicy::default(),
                 watermark_blocks: 0,
                 max_pinned_blocks: num_physical_blocks as u32,
                 max_sequence_length: u64::MAX,

@@ -1,6 +1,6 @@
 //! Everything a call can refuse, as values. The Python binding raises one class per variant, with the same wording.
 
-use crate::SequenceId;
+use crate::ids::SequenceId;
 
 /// What the calls of this crate return.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -21,13 +21,13 @@
 //! ```
 //!
 //! * **Structure of arrays.** All a block has is a few `u32` at its index ([`config::Config`] bounds the ids to 31
-//!   bits): ref count, pins, two list links, the source of a copy owed into it; with the index a 48-byte node and its
-//!   token ids. At most 96 bytes a block, token ids aside. No allocation per block, no pointer, no hash of a block id. A pool of any size is made in O(1) touched memory: blocks never used before are a watermark,
-//!   not entries.
+//!   bits): ref count, readers, two list links, the source of a copy owed into it; with the index a 48-byte node
+//!   and its token ids. At most 96 bytes a block, token ids aside. No allocation per block, no pointer, no hash of a block
+//!   id. A pool of any size is made in O(1) touched memory: blocks never used before are one number, not entries.
 //! * **Free list.** A stack: O(1), last freed first, so what was touched last is handed out while it is warm.
 //! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail
 //!   gets a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the
-//!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source is pinned: with no holder left
+//!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source has a reader: with no holder left
 //!   it is *fenced*, not free.
 //! * **Prefix index.** Exact: a node is its parent, its tokens and its extra keys, and a hit compares them; the 128-bit
 //!   chain hash only finds the candidate ([`BlockManager::admit`]). Only committed blocks enter
@@ -41,12 +41,21 @@
 //! * **All or nothing.** Each call checks everything and settles its demand for blocks before it changes anything.
 //!   After an error the state is the state before, down to the order in which free blocks will be handed out.
 //!
-//! The modules, lowest first: [`config`] and [`error`] are leaves; `hash` and `keys` name content, `links` are lists
-//! threaded through arrays, `eviction` orders what is cached, `index` finds it; `pool` and [its fences](BlockManager::retire)
-//! decide the state of a block; `copies` is the ledger of owed pairs; `sequence` is the table of sequences, `chain` what
-//! one knows of its tokens; `demand` settles what `append`, [`admission`] and `commit` hand out; `direct` is the commit of a decode step; [`pins`] hold what is cached;
-//! [`manager`] is the public face, `lookup`, `figures` and [`info`] its reading half; `audit` and `audit_index` recount
-//! everything; [`stats`] are the counters; `batch` shows a persistent batch to kernels.
+//! # Reading order
+//!
+//! Two floors. An import points downward only; `tests/layers.rs` counts them.
+//!
+//! *Data structures*, lowest first. Fields are private; a module's methods are all that others can do to its state.
+//!
+//! 1. [`ids`](BlockId), [`error`], [`info`] and [`stats`] are the words; `links` are lists threaded through
+//!    arrays; [`eviction`](EvictionPolicy) orders what is cached; [`config`] is the validated shape; [`prompt`](Prompt) is
+//!    what comes in.
+//! 2. `index` finds content: `hash` and `keys` name it, `buckets` look it up.
+//! 3. `pool` decides the state of each block; its `fences` keep what is in flight.
+//! 4. `copies` is the ledger of owed pairs, `pins` the held prefixes, `chain` what a sequence knows of its tokens,
+//!    `sequences` their table. `place` opens and copies blocks for writes, `batch` shows a batch to kernels.
+//!
+//! *Verbs*: [`manager`] is the public face; each group of its methods is a file in its folder.
 //!
 //! # Example
 //!
@@ -56,11 +65,11 @@
 //! let mut manager = BlockManager::new(Config::new(8, 4)?)?;
 //! manager.create_sequence(1)?;
 //! let mut slots = Vec::new();
-//! manager.append_tokens(1, 6, &mut slots)?;
+//! manager.append_tokens(1, 6, None, &mut slots)?;
 //! assert_eq!(slots, [0, 1, 2, 3, 4, 5]);
 //!
 //! manager.fork_sequence(1, 2, None)?; // both blocks are shared, the half-full tail too
-//! assert_eq!(manager.append_token(2)?, 2 * 4 + 2); // the tail is copied before the write
+//! assert_eq!(manager.append_token(2, None)?, 2 * 4 + 2); // the tail is copied before the write
 //! assert_eq!(manager.take_copies(), [(1, 2)]);
 //! assert_eq!(manager.block_table(1)?, [0, 1]);
 //! assert_eq!(manager.block_table(2)?, [0, 2]);
@@ -68,51 +77,31 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod admission;
-mod append;
-mod audit;
-mod audit_index;
-pub mod batch;
+mod batch;
 mod chain;
-mod commit;
 pub mod config;
 mod copies;
-mod demand;
-mod direct;
 pub mod error;
 mod eviction;
-mod fences;
-mod figures;
-mod hash;
+mod ids;
 mod index;
 pub mod info;
-mod keys;
 mod links;
-mod lookup;
 pub mod manager;
-pub mod pins;
+mod pins;
+mod place;
 mod pool;
-mod sequence;
+mod prompt;
+mod sequences;
 pub mod stats;
-mod table;
 
-pub use admission::{Admission, AdmitOptions, Item, Prompt};
 pub use batch::{BatchBuffers, BatchId, BatchMemory, BatchShape, BatchStep};
-pub use config::{Config, EvictionPolicy};
+pub use config::Config;
 pub use error::{Error, Result};
+pub use eviction::EvictionPolicy;
+pub use ids::{BlockId, SequenceId, Slot, TokenId};
 pub use info::{BlockInfo, BlockState};
-pub use manager::BlockManager;
+pub use manager::{Admission, AdmitOptions, BlockManager};
 pub use pins::PinId;
+pub use prompt::{Item, Prompt};
 pub use stats::Stats;
-
-/// A physical block: an index into the pool, below 2³¹ so that an int32 table can hold it.
-pub type BlockId = u32;
-
-/// A token of a vocabulary, 0 to 2³¹ − 1 so that an int32 tensor can hold it.
-pub type TokenId = u32;
-
-/// The caller's name of a sequence, at most 2⁶³ − 1 so that an int64 tensor can hold it.
-pub type SequenceId = u64;
-
-/// One token position in the pool: `block * block_size + offset`.
-pub type Slot = i64;

@@ -2,7 +2,7 @@
 //! at a time (the ledger's when it is the destination of an owed copy, the fenced one when it has no holder left), so
 //! one pair of links per block serves all of them. Every operation is O(1) and allocates nothing.
 
-use crate::BlockId;
+use crate::ids::BlockId;
 
 /// No block: the end of a list.
 const END: u32 = u32::MAX;

@@ -1,13 +1,15 @@
-//! Pins: a caller holds a cached prefix (a system prompt, a shared document) so that it is not evicted.
+//! Pins: which cached prefixes callers hold, and which blocks that makes.
 //!
-//! A pin counts as a holder of each of its blocks: ref ≥ 1, live. Invariant: `count_of` a block is the number of
-//! pins that name it, absent for none; pins are few, so both are maps. The quota bounds the distinct pinned blocks.
+//! Invariant: `count_of` a block is the number of pins that name it, absent for none; pins are few, so both are maps.
 //!
-//! Costs: O(tokens compared + blocks) to pin, O(blocks) to unpin.
+//! Costs: O(blocks of the pin).
+
+use std::collections::HashMap;
 
 use rustc_hash::FxHashMap;
 
-use crate::{BlockId, BlockManager, Error, Prompt, Result};
+use crate::ids::BlockId;
+use crate::pool::Recount;
 
 /// Names a pin; never used again.
 pub type PinId = u64;
@@ -15,83 +17,91 @@ pub type PinId = u64;
 /// See the module header.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pins {
-    pub(crate) blocks_of: FxHashMap<PinId, Vec<BlockId>>,
-    pub(crate) count_of: FxHashMap<BlockId, u32>,
+    blocks_of: FxHashMap<PinId, Vec<BlockId>>,
+    count_of: FxHashMap<BlockId, u32>,
     next_id: PinId,
 }
 
 impl Pins {
+    /// Pins on a block.
     pub(crate) fn on(&self, block: BlockId) -> u32 {
         self.count_of.get(&block).copied().unwrap_or(0)
     }
-}
 
-impl BlockManager {
-    /// Holds the cached full blocks of a prompt until [`unpin`](Self::unpin); they may be none. Returns the pin's id.
-    /// O(tokens compared + blocks).
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for a bad token id or item; [`Error::State`] if it would exceed the quota.
-    ///
-    /// ```
-    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
-    /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), &AdmitOptions::default(), &mut Vec::new())?;
-    /// manager.commit(1, 4)?;
-    /// let pin = manager.pin_prefix(&Prompt::new(&[1, 2, 3, 4]))?;
-    /// manager.release_sequence(1)?;
-    /// assert_eq!((manager.stats().live, manager.stats().pinned), (2, 2));
-    /// manager.unpin(pin)?;
-    /// assert_eq!(manager.stats().cached, 2);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn pin_prefix(&mut self, prompt: &Prompt<'_>) -> Result<PinId> {
-        self.check_and_find(prompt, prompt.token_ids.len())?;
-        let blocks = &self.matching.blocks;
-        let num_new = blocks.iter().filter(|&&block| self.pins.on(block) == 0).count();
-        let (num_pinned, quota) = (self.pins.count_of.len(), self.config.max_pinned_blocks());
-        if num_pinned + num_new > quota as usize {
-            let reason = format!(
-                "pinning {num_new} more blocks exceeds `max_pinned_blocks`: {num_pinned} of {quota} are pinned"
-            );
-            return Err(Error::State { reason });
-        }
-        for &block in blocks {
-            self.pool.attach(block);
-            *self.pins.count_of.entry(block).or_default() += 1;
-        }
-        let id = self.pins.next_id;
-        self.pins.next_id += 1;
-        self.pins.blocks_of.insert(id, blocks.clone());
-        Ok(id)
+    /// Pinned blocks, each once.
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.count_of.len()
     }
 
-    /// Lets go of a pin's blocks, last first. O(blocks).
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if there is no such pin, or no more.
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockManager, Config, Prompt};
-    /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
-    /// let pin = manager.pin_prefix(&Prompt::new(&[1, 2]))?; // nothing is cached: it holds nothing
-    /// manager.unpin(pin)?;
-    /// assert!(manager.unpin(pin).is_err());
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn unpin(&mut self, pin: PinId) -> Result<()> {
-        let Some(blocks) = self.pins.blocks_of.remove(&pin) else {
-            return Err(Error::argument("pin", "the id of a pin that is held", pin));
-        };
-        for &block in blocks.iter().rev() {
-            if let Some(num_pins) = self.pins.count_of.get_mut(&block) {
+    /// The pinned blocks, each once, in no particular order.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.count_of.keys().copied()
+    }
+
+    /// A new pin on these blocks.
+    pub(crate) fn add(&mut self, blocks: &[BlockId]) -> PinId {
+        for &block in blocks {
+            *self.count_of.entry(block).or_default() += 1;
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.blocks_of.insert(id, blocks.to_vec());
+        id
+    }
+
+    /// Forgets a pin, if there is one; its blocks.
+    pub(crate) fn remove(&mut self, pin: PinId) -> Option<Vec<BlockId>> {
+        let blocks = self.blocks_of.remove(&pin)?;
+        for block in &blocks {
+            if let Some(num_pins) = self.count_of.get_mut(block) {
                 *num_pins -= 1;
                 if *num_pins == 0 {
-                    self.pins.count_of.remove(&block);
+                    self.count_of.remove(block);
                 }
             }
-            self.pool.drop_ref(block);
         }
-        Ok(())
+        Some(blocks)
+    }
+
+    /// Notes in `recount` who holds which block, and adds a line for each count that is wrong.
+    pub(crate) fn audit(&self, quota: u32, recount: &mut Recount, faults: &mut Vec<String>) {
+        let mut found: HashMap<BlockId, u32> = HashMap::new();
+        for &block in self.blocks_of.values().flatten() {
+            *found.entry(block).or_default() += 1;
+            if !recount.hold(block) {
+                faults.push(format!("pins: block {block} was never handed out"));
+            }
+        }
+        for (&block, &num_pins) in &found {
+            if self.on(block) != num_pins {
+                let counted = self.on(block);
+                faults.push(format!("block {block}: {counted} pins of callers counted, {num_pins} hold it"));
+            }
+        }
+        let counted = self.num_blocks();
+        if counted != found.len() || counted > quota as usize {
+            faults.push(format!("counter `pinned`: {counted} of {quota}, but {} are", found.len()));
+        }
+    }
+}
+
+/// What [`Pins::plant`] breaks.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PlantedFault {
+    Count(BlockId, u32),
+    NoCounts,
+    NoPin(PinId),
+}
+
+#[cfg(test)]
+impl Pins {
+    /// Breaks something, for the tests of the audit.
+    pub(crate) fn plant(&mut self, fault: PlantedFault) {
+        match fault {
+            PlantedFault::Count(block, count) => _ = self.count_of.insert(block, count),
+            PlantedFault::NoCounts => self.count_of.clear(),
+            PlantedFault::NoPin(pin) => _ = self.blocks_of.remove(&pin),
+        }
     }
 }

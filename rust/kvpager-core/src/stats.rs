@@ -36,10 +36,34 @@ pub struct Stats {
 /// Tokens of admissions, since the manager was made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Hits {
-    /// Found computed.
-    pub(crate) found: u64,
-    /// Of the prompts.
-    pub(crate) queried: u64,
-    /// Found computed by resumed sequences, which count in neither of the others.
-    pub(crate) resumed: u64,
+    found: u64,
+    queried: u64,
+    resumed: u64,
+}
+
+impl Hits {
+    /// An admission found `num_found` tokens of a prompt of `num_queried`. What came back counts by itself.
+    pub(crate) fn count(&mut self, num_queried: u64, num_found: u64, is_resumed: bool) {
+        if is_resumed {
+            self.resumed += num_found;
+        } else {
+            self.queried += num_queried;
+            self.found += num_found;
+        }
+    }
+
+    /// Tokens found computed, resumed sequences aside.
+    pub(crate) fn found(&self) -> u64 {
+        self.found
+    }
+
+    /// Tokens of the prompts of these.
+    pub(crate) fn queried(&self) -> u64 {
+        self.queried
+    }
+
+    /// Tokens that resumed sequences found computed.
+    pub(crate) fn resumed(&self) -> u64 {
+        self.resumed
+    }
 }

@@ -42,13 +42,13 @@ fn live(manager: &mut BlockManager, ids: &[SequenceId], slots: &mut Vec<Slot>) {
     for (&id, &fork) in originals.iter().zip(forks) {
         manager.create_sequence(id).unwrap();
         slots.clear();
-        manager.append_tokens(id, 5, slots).unwrap();
+        manager.append_tokens(id, 5, None, slots).unwrap();
         manager.fork_sequence(id, fork, None).unwrap();
     }
     let mut num_refused = 0;
     for _ in 0..20 {
         slots.clear();
-        num_refused += usize::from(manager.append_batch(ids, None, slots).is_err());
+        num_refused += usize::from(manager.append_batch(ids, None, None, slots).is_err());
     }
     assert!(num_refused > 0, "the exact demand was counted too");
     for &id in ids {
@@ -175,10 +175,10 @@ fn serve(manager: &mut BlockManager, prompts: &[Vec<TokenId>], slots: &mut Vec<S
         let prompt = Prompt { salt: Some(salt), ..Prompt::new(token_ids) };
         slots.clear();
         manager.admit(id, &prompt, &AdmitOptions::default(), slots).unwrap();
-        manager.commit(id, length).unwrap();
+        manager.commit(id, length, None).unwrap();
         for n in 1..=20 {
-            manager.append_token(id).unwrap();
-            manager.commit_ids(id, length + n, &[7]).unwrap();
+            manager.append_token(id, None).unwrap();
+            manager.commit(id, length + n, Some(&[7])).unwrap();
         }
         if id >= 2 {
             manager.release_sequence(id - 2).unwrap();

@@ -12,7 +12,7 @@ fn pool(num_blocks: u64, block_size: u64) -> BlockManager {
 fn admit(manager: &mut BlockManager, id: SequenceId, num_tokens: u64) -> Vec<Slot> {
     manager.create_sequence(id).unwrap();
     let mut slots = Vec::new();
-    manager.append_tokens(id, num_tokens, &mut slots).unwrap();
+    manager.append_tokens(id, num_tokens, None, &mut slots).unwrap();
     slots
 }
 
@@ -56,11 +56,11 @@ fn the_ninth_token_takes_a_block_and_ten_waste_two() {
     lay_out(&mut manager, &[5, 2, 9]);
     admit(&mut manager, 1, 8);
     assert_eq!(manager.block_table(1).unwrap(), [5, 2]);
-    assert_eq!(manager.append_token(1), Ok(36));
+    assert_eq!(manager.append_token(1, None), Ok(36));
     assert_eq!(manager.block_table(1).unwrap(), [5, 2, 9]);
-    assert_eq!(manager.append_token(1), Ok(37));
-    assert_eq!(manager.internal_fragmentation_tokens(), 2);
-    assert_eq!(manager.sequence_fragmentation_tokens(1), Ok(2));
+    assert_eq!(manager.append_token(1, None), Ok(37));
+    assert_eq!(manager.internal_fragmentation_tokens(None), Ok(2));
+    assert_eq!(manager.internal_fragmentation_tokens(Some(1)), Ok(2));
 }
 
 #[test]
@@ -140,8 +140,8 @@ fn b004_one_release_per_allocated_slot() {
         let mut manager = pool(8, 4);
         admit(&mut manager, 1, 7);
         for length in 8..=12 {
-            manager.append_token(1).unwrap(); // the token
-            manager.append_token(1).unwrap(); // one ahead
+            manager.append_token(1, None).unwrap(); // the token
+            manager.append_token(1, None).unwrap(); // one ahead
             if rolls_back || length < 12 {
                 manager.truncate_sequence(1, length).unwrap();
             }
@@ -164,7 +164,7 @@ fn b005_counts_on_exact_multiples() {
         let table = manager.block_table(1).unwrap().to_vec();
         assert_eq!(table.len(), num_blocks, "{num_tokens} tokens");
         assert!(ref_counts(&manager, &table).iter().all(|&count| count == 1));
-        let wasted = manager.sequence_fragmentation_tokens(1).unwrap();
+        let wasted = manager.internal_fragmentation_tokens(Some(1)).unwrap();
         assert_eq!(wasted, if num_tokens == 0 { 0 } else { 4 - last_fill }, "{num_tokens} tokens");
         manager.release_sequence(1).unwrap();
         assert_eq!(manager.num_free_blocks(), 4);
@@ -198,7 +198,8 @@ fn b031_shared_tail_is_copied_on_first_write() {
     let mut manager = pool(8, 4);
     admit(&mut manager, 1, 6);
     manager.fork_sequence(1, 2, None).unwrap();
-    let (by_parent, by_child) = (manager.append_token(1).unwrap(), manager.append_token(2).unwrap());
+    let (by_parent, by_child) =
+        (manager.append_token(1, None).unwrap(), manager.append_token(2, None).unwrap());
     assert_eq!(manager.block_table(1).unwrap(), [0, 2]);
     assert_eq!(manager.block_table(2).unwrap(), [0, 1]);
     assert_eq!(ref_counts(&manager, &[0, 1, 2]), [2, 1, 1]);
@@ -214,8 +215,8 @@ fn b032_fork_at_an_exact_boundary() {
         let mut manager = pool(8, 4);
         admit(&mut manager, 1, num_tokens);
         manager.fork_sequence(1, 2, None).unwrap();
-        manager.append_token(1).unwrap();
-        manager.append_token(2).unwrap();
+        manager.append_token(1, None).unwrap();
+        manager.append_token(2, None).unwrap();
         let (first, second) = (manager.block_table(1).unwrap(), manager.block_table(2).unwrap());
         assert_eq!(first.len(), second.len());
         assert_ne!(first.last(), second.last());
@@ -232,7 +233,7 @@ fn b035_copy_on_write_with_no_free_block() {
     let mut manager = pool(2, 4);
     admit(&mut manager, 1, 6);
     manager.fork_sequence(1, 2, None).unwrap();
-    let refused = manager.append_token(2);
+    let refused = manager.append_token(2, None);
     assert_eq!(
         refused,
         Err(Error::OutOfBlocks { needed: 1, free: 0, fenced: 0, total: 2, row: None, watermark: 0 })
@@ -242,7 +243,7 @@ fn b035_copy_on_write_with_no_free_block() {
     assert_eq!(manager.clone().take_copies(), []);
     manager.release_sequence(2).unwrap();
     assert_eq!(ref_counts(&manager, &[0, 1]), [1, 1]);
-    assert_eq!(manager.append_token(1), Ok(6)); // in place
+    assert_eq!(manager.append_token(1, None), Ok(6)); // in place
     assert_eq!(manager.take_copies(), []);
     assert_sound(&manager);
 }
@@ -255,7 +256,7 @@ fn a_batch_of_forks_takes_one_copy_less_than_holders() {
     manager.fork_sequence(1, 2, None).unwrap();
     manager.fork_sequence(1, 3, None).unwrap();
     let mut slots = Vec::new();
-    manager.append_batch(&[1, 2, 3], None, &mut slots).unwrap(); // two free blocks are just enough
+    manager.append_batch(&[1, 2, 3], None, None, &mut slots).unwrap(); // two free blocks are just enough
     assert_eq!(slots, [6, 10, 2]);
     assert_eq!(manager.take_copies(), [(0, 1), (0, 2)]);
     assert_sound(&manager);
@@ -266,7 +267,7 @@ fn a_source_without_holders_stays_back_until_its_copy_is_taken() {
     let mut manager = pool(2, 4);
     admit(&mut manager, 1, 2);
     manager.fork_sequence(1, 2, None).unwrap();
-    manager.append_token(2).unwrap();
+    manager.append_token(2, None).unwrap();
     manager.release_sequence(1).unwrap();
     assert_eq!((manager.stats().fenced, manager.num_free_blocks()), (1, 0));
     assert_eq!(manager.allocate_block().unwrap_err().to_string(), "need 1 blocks, 0 free of 2 (1 fenced)");
@@ -281,7 +282,7 @@ fn a_dropped_copy_frees_its_source_first() {
     let mut manager = pool(4, 4);
     admit(&mut manager, 1, 2);
     manager.fork_sequence(1, 2, None).unwrap();
-    manager.append_tokens(2, 4, &mut Vec::new()).unwrap(); // copy 0 → 1, then block 2
+    manager.append_tokens(2, 4, None, &mut Vec::new()).unwrap(); // copy 0 → 1, then block 2
     manager.release_sequence(1).unwrap(); // 0 is fenced
     manager.release_sequence(2).unwrap(); // drops the pair: 0 is free, then 2, then 1
     assert_eq!(manager.free_blocks(), [1, 2, 0, 3]);
@@ -295,7 +296,7 @@ fn a_block_that_waits_for_its_copy_is_not_shared() {
     let mut manager = pool(8, 4);
     admit(&mut manager, 1, 6);
     manager.fork_sequence(1, 2, None).unwrap();
-    manager.append_token(2).unwrap();
+    manager.append_token(2, None).unwrap();
     assert!(matches!(manager.fork_sequence(2, 3, None), Err(Error::State { .. })));
     manager.fork_sequence(2, 3, Some(4)).unwrap(); // the shorter prefix is written
     manager.take_copies();
@@ -324,16 +325,16 @@ fn a_batch_finds_sequences_that_moved() {
         admit(&mut manager, id, 1);
     }
     let mut slots = Vec::new();
-    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    manager.append_batch(&[1, 2], None, None, &mut slots).unwrap();
     manager.release_sequence(1).unwrap();
     for unknown in [1, 0, SequenceId::MAX] {
-        let refused = manager.append_batch(&[unknown, 2], None, &mut slots);
+        let refused = manager.append_batch(&[unknown, 2], None, None, &mut slots);
         assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: unknown }));
     }
     admit(&mut manager, 3, 1); // takes over the row of 1
     slots.clear();
-    manager.append_batch(&[2, 3], None, &mut slots).unwrap();
-    manager.append_batch(&[3, 2, 3], None, &mut slots).unwrap();
+    manager.append_batch(&[2, 3], None, None, &mut slots).unwrap();
+    manager.append_batch(&[3, 2, 3], None, None, &mut slots).unwrap();
     assert_eq!(slots, [6, 1, 2, 7, 3]);
     assert_eq!(manager.sequence_ids(), [2, 3]);
     assert_sound(&manager);
@@ -345,8 +346,8 @@ fn absurd_counts_are_refused_with_the_number() {
     admit(&mut manager, 1, 3);
     let before = manager.free_blocks();
     for n in [1 << 62, u64::MAX] {
-        assert!(matches!(manager.append_tokens(1, n, &mut Vec::new()), Err(Error::OutOfBlocks { .. })));
-        let refused = manager.append_batch(&[1, 1], Some(&[n, n]), &mut Vec::new());
+        assert!(matches!(manager.append_tokens(1, n, None, &mut Vec::new()), Err(Error::OutOfBlocks { .. })));
+        let refused = manager.append_batch(&[1, 1], Some(&[n, n]), None, &mut Vec::new());
         assert!(matches!(refused, Err(Error::OutOfBlocks { row: Some(0), .. })), "{refused:?}");
         assert!(matches!(manager.truncate_sequence(1, n), Err(Error::Argument { argument: "n", .. })));
         assert!(matches!(manager.locate(1, n), Err(Error::Slot { .. })));
@@ -367,7 +368,7 @@ fn outputs_of_the_wrong_size_are_refused() {
     refused(manager.write_block_tables(&[1], 2, &mut [0; 3]), "out");
     refused(manager.write_block_tables(&[1], 1, &mut [0; 1]), "max_blocks");
     refused(manager.write_seq_lens(&[1], &mut []), "out");
-    refused(manager.append_batch(&[1], Some(&[]), &mut Vec::new()), "counts");
+    refused(manager.append_batch(&[1], Some(&[]), None, &mut Vec::new()), "counts");
     manager.write_block_tables(&[], 0, &mut []).unwrap();
 }
 
@@ -377,8 +378,8 @@ fn a_sequence_named_twice_in_a_commit_indexes_what_each_mention_filled() {
         let config = Config::new(8, block_size).unwrap().with_prefix_caching(true);
         let mut manager = BlockManager::new(config).unwrap();
         manager.create_sequence(1).unwrap();
-        manager.append_tokens(1, block_size + 1, &mut Vec::new()).unwrap();
-        manager.commit_ids(1, block_size - 1, &vec![7; block_size as usize - 1]).unwrap();
+        manager.append_tokens(1, block_size + 1, None, &mut Vec::new()).unwrap();
+        manager.commit(1, block_size - 1, Some(&vec![7; block_size as usize - 1])).unwrap();
         manager.commit_batch(&[1, 1], &[block_size, block_size + 1], Some(&[7, 7])).unwrap();
         assert_eq!(manager.stats().indexed, (block_size + 1) / block_size);
         assert_sound(&manager);
@@ -391,13 +392,13 @@ fn a_batch_named_again_finds_sequences_that_came_back_in_other_rows() {
     admit(&mut manager, 1, 1);
     admit(&mut manager, 2, 2);
     let mut slots = Vec::new();
-    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    manager.append_batch(&[1, 2], None, None, &mut slots).unwrap();
     assert_eq!(slots, [1, 6]);
 
     manager.release_sequence(1).unwrap();
-    let refused = manager.append_batch(&[1, 2], None, &mut slots);
+    let refused = manager.append_batch(&[1, 2], None, None, &mut slots);
     assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: 1 }));
-    let refused = manager.append_batch(&[1, 2], None, &mut slots); // nor is it remembered half found
+    let refused = manager.append_batch(&[1, 2], None, None, &mut slots); // nor is it remembered half found
     assert_eq!(refused, Err(Error::UnknownSequence { sequence_id: 1 }));
     assert_eq!(manager.sequence_length(2), Ok(3));
 
@@ -405,7 +406,7 @@ fn a_batch_named_again_finds_sequences_that_came_back_in_other_rows() {
     admit(&mut manager, 1, 3); // in the row that 2 had
     admit(&mut manager, 2, 1);
     slots.clear();
-    manager.append_batch(&[1, 2], None, &mut slots).unwrap();
+    manager.append_batch(&[1, 2], None, None, &mut slots).unwrap();
     assert_eq!((manager.sequence_length(1), manager.sequence_length(2)), (Ok(4), Ok(2)));
     assert_eq!(slots, [7, 1]);
 }

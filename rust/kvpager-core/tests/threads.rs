@@ -37,7 +37,7 @@ fn live(manager: &Mutex<BlockManager>, id: u64, random: &mut Random) -> Result<(
             0 => manager.truncate_sequence(id, random.below(length + 1))?,
             1 => {
                 let _ = manager.fork_sequence(id, id + 1, None);
-                let _ = manager.append_token(id + 1);
+                let _ = manager.append_token(id + 1, None);
                 if manager.sequence_length(id + 1).is_ok() {
                     manager.release_sequence(id + 1)?;
                 }
@@ -53,10 +53,10 @@ fn live(manager: &Mutex<BlockManager>, id: u64, random: &mut Random) -> Result<(
                 manager.retire(epoch)?;
             }
             5 | 6 => {
-                let _ = manager.append_tokens(id, 1, &mut slots);
+                let _ = manager.append_tokens(id, 1, None, &mut slots);
             }
             _ => {
-                let _ = manager.commit(id, length);
+                let _ = manager.commit(id, length, None);
             }
         }
         assert_eq!(manager.check_invariants(), Vec::<String>::new());
@@ -66,7 +66,7 @@ fn live(manager: &Mutex<BlockManager>, id: u64, random: &mut Random) -> Result<(
 
 #[test]
 fn b126_any_interleaving_audits_clean() {
-    for policy in [EvictionPolicy::Lru, EvictionPolicy::Slru] {
+    for &policy in EvictionPolicy::ALL {
         let config = Config::new(24, 4).unwrap().with_prefix_caching(true).with_fences(true);
         let manager = Mutex::new(BlockManager::new(config.with_eviction_policy(policy)).unwrap());
         std::thread::scope(|scope| {

@@ -67,9 +67,14 @@ pub(crate) fn read_position(value: &Bound<'_, PyAny>, argument: &str) -> PyResul
     position.ok_or_else(|| slot_error(format!("`{argument}`: no sequence has a position {}", text(value))))
 }
 
-/// A number of a pool's rules, below 2⁶⁴: out of range is a `ConfigError` that says what was `wanted`.
-pub(crate) fn read_config(value: &Bound<'_, PyAny>, argument: &str, wanted: &str) -> PyResult<u64> {
-    let number = integer(value, argument)?;
+/// A number of a pool's rules, 0..=`last`: out of range is a `ConfigError` that says what was `wanted`.
+pub(crate) fn read_config(
+    value: &Bound<'_, PyAny>,
+    argument: &str,
+    last: u64,
+    wanted: &str,
+) -> PyResult<u64> {
+    let number = integer::<u64>(value, argument)?.filter(|&number| number <= last);
     number.ok_or_else(|| config_error(format!("`{argument}`: wanted {wanted}, got {}", text(value))))
 }
 

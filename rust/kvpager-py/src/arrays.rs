@@ -78,7 +78,7 @@ fn read<T>(
     argument: &str,
     wanted: &str,
     last: u64,
-    cast: fn(i64) -> T,
+    cast: impl Fn(i64) -> T,
 ) -> PyResult<Vec<T>> {
     if let Some(buffer) = open_readable(values, argument)? {
         return copy(&buffer, values.py(), argument, wanted, last, cast);
@@ -111,7 +111,7 @@ fn copy<T>(
     argument: &str,
     wanted: &str,
     last: u64,
-    cast: fn(i64) -> T,
+    cast: impl Fn(i64) -> T,
 ) -> PyResult<Vec<T>> {
     let is_readable = buffer.dimensions() == 1 && (is_of::<i64>(buffer) || is_of::<i32>(buffer));
     let integers: Vec<i64> = match (is_readable, buffer.item_size()) {

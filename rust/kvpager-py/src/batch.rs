@@ -119,13 +119,13 @@ impl DecodeBatch {
     /// Rows in use: 0 to `num_rows` - 1. O(1).
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<usize> {
-        self.manager.get().call(py, 0, |manager| manager.batch_num_rows(self.batch))
+        self.manager.get().call(py, 0, |manager| Ok(manager.batch_sequence_ids(self.batch)?.len()))
     }
 
     /// The sequence of each row. O(rows).
     #[getter]
     fn sequence_ids(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.manager.get().call(py, 0, |manager| manager.batch_sequence_ids(self.batch))
+        self.manager.get().call(py, 0, |manager| Ok(manager.batch_sequence_ids(self.batch)?.collect()))
     }
 
     /// B: sequences at once.

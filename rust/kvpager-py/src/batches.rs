@@ -49,10 +49,7 @@ impl Append {
     fn run(&self, py: Python<'_>, manager: &KVBlockManager) -> PyResult<Vec<Slot>> {
         manager.call(py, self.num_tokens(), |manager| {
             let (ids, counts, mut slots) = (&self.ids, self.counts.as_deref(), Vec::new());
-            match &self.token_ids {
-                None => manager.append_batch(ids, counts, &mut slots)?,
-                Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, &mut slots)?,
-            }
+            manager.append_batch(ids, counts, self.token_ids.as_deref(), &mut slots)?;
             Ok(slots)
         })
     }

@@ -53,8 +53,8 @@ impl KVBlockManager {
 
     /// Sequences that exist. O(1).
     #[getter]
-    fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
-        self.call(py, 0, |manager| Ok(manager.num_sequences()))
+    fn num_sequences(&self, py: Python<'_>) -> PyResult<u64> {
+        self.call(py, 0, |manager| Ok(manager.stats().num_sequences))
     }
 
     /// Ids of the free blocks in the order of hand-out. O(N).
@@ -78,9 +78,9 @@ impl KVBlockManager {
         sequence_id: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         if let Some(id) = sequence_id.map(read_sequence_id).transpose()? {
-            return self.call(py, 0, |manager| manager.sequence_fragmentation_tokens(id));
+            return self.call(py, 0, |manager| manager.internal_fragmentation_tokens(Some(id)));
         }
-        self.call(py, self.all_blocks(), |manager| Ok(manager.internal_fragmentation_tokens()))
+        self.call(py, self.all_blocks(), |manager| manager.internal_fragmentation_tokens(None))
     }
 
     /// Everything about one block, for people. O(entries + cached blocks).
@@ -102,7 +102,7 @@ impl KVBlockManager {
 
     /// Whether the audit finds nothing. O(blocks + entries).
     fn invariants_ok(&self, py: Python<'_>) -> PyResult<bool> {
-        self.call(py, self.all_blocks(), |manager| Ok(manager.invariants_ok()))
+        self.call(py, self.all_blocks(), |manager| Ok(manager.check_invariants().is_empty()))
     }
 
     /// Converts the id, does nothing and returns 0: what crossing the boundary costs with the signature of

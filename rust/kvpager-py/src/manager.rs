@@ -73,6 +73,12 @@ impl KVBlockManager {
 
 #[pymethods]
 impl KVBlockManager {
+    /// Names that `eviction_policy` may have, the default first.
+    #[classattr]
+    fn eviction_policies() -> Vec<&'static str> {
+        EvictionPolicy::ALL.iter().map(|policy| policy.as_str()).collect()
+    }
+
     #[new]
     #[pyo3(signature = (
         num_physical_blocks, block_size, *, enable_prefix_caching = false, watermark_blocks = None, fences = false,
@@ -94,11 +100,12 @@ impl KVBlockManager {
         _equal_hashes: bool,
     ) -> PyResult<Self> {
         let in_63_bits = "1 to 2^63-1";
-        let num_blocks = read_config(num_physical_blocks, "num_physical_blocks", in_63_bits)?;
-        let block_size = read_config(block_size, "block_size", in_63_bits)?;
+        let last = i64::MAX as u64;
+        let num_blocks = read_config(num_physical_blocks, "num_physical_blocks", last, in_63_bits)?;
+        let block_size = read_config(block_size, "block_size", last, in_63_bits)?;
         let up_to_all = format!("0 to {num_blocks}");
         let option = |value: Option<&Bound<'_, PyAny>>, argument: &str, wanted: &str| {
-            value.map(|value| read_config(value, argument, wanted)).transpose()
+            value.map(|value| read_config(value, argument, u64::MAX, wanted)).transpose()
         };
         let mut config = guarded(|| Ok(Config::new(num_blocks, block_size)?))?
             .with_prefix_caching(enable_prefix_caching)
@@ -134,9 +141,5 @@ fn read_fences(value: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 fn read_policy(value: &Bound<'_, PyAny>) -> PyResult<EvictionPolicy> {
     let name = text(value);
-    match name.as_str() {
-        "lru" => Ok(EvictionPolicy::Lru),
-        "slru" => Ok(EvictionPolicy::Slru),
-        _ => Err(config_error(format!("`eviction_policy`: wanted `lru` or `slru`, got {name}"))),
-    }
+    name.parse().map_err(|wanted| config_error(format!("`eviction_policy`: wanted {wanted}, got {name}")))
 }

@@ -24,10 +24,8 @@ impl KVBlockManager {
         token_id: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
         let id = read_sequence_id(sequence_id)?;
-        match token_id.map(read_token_id).transpose()? {
-            None => self.call(py, 0, |manager| manager.append_token(id)),
-            Some(token_id) => self.call(py, 0, |manager| manager.append_token_id(id, token_id)),
-        }
+        let token_id = token_id.map(read_token_id).transpose()?;
+        self.call(py, 0, |manager| manager.append_token(id, token_id))
     }
 
     /// Append a run: `n` tokens, or, if `n` has a dimension, tokens with these ids; their slots. O(tokens).
@@ -39,12 +37,11 @@ impl KVBlockManager {
     ) -> PyResult<Vec<Slot>> {
         let id = read_sequence_id(sequence_id)?;
         let (run, mut slots) = (read_run(n)?, Vec::new());
-        match run {
-            Run::Count(n) => self.call(py, n, |manager| manager.append_tokens(id, n, &mut slots))?,
-            Run::TokenIds(token_ids) => self.call(py, token_ids.len() as u64, |manager| {
-                manager.append_token_ids(id, &token_ids, &mut slots)
-            })?,
-        }
+        let (n, token_ids) = match &run {
+            Run::Count(n) => (*n, None),
+            Run::TokenIds(token_ids) => (token_ids.len() as u64, Some(token_ids.as_slice())),
+        };
+        self.call(py, n, |manager| manager.append_tokens(id, n, token_ids, &mut slots))?;
         Ok(slots)
     }
 
@@ -60,10 +57,9 @@ impl KVBlockManager {
     ) -> PyResult<()> {
         let id = read_sequence_id(sequence_id)?;
         let n = read_natural(n, "n", COUNT)?;
-        let Some(token_ids) = token_ids.map(read_token_ids).transpose()? else {
-            return self.call(py, 0, |manager| manager.commit(id, n));
-        };
-        self.call(py, token_ids.len() as u64, |manager| manager.commit_ids(id, n, &token_ids))
+        let token_ids = token_ids.map(read_token_ids).transpose()?;
+        let work = token_ids.as_ref().map_or(0, Vec::len) as u64;
+        self.call(py, work, |manager| manager.commit(id, n, token_ids.as_deref()))
     }
 
     /// Tokens of a sequence that are known to be written. O(1).

@@ -6,6 +6,7 @@ from kvpager.errors import ArgumentError
 from kvpager.ops.attention import reference
 from kvpager.ops.attention.checks import check_lse, check_results
 from kvpager.ops.attention.results import store, with_lse
+from kvpager.ops.device_errors import REFUSALS
 from kvpager.ops.op import Op
 from kvpager.ops.tensors import FLOAT_DTYPES, FLOAT_NAMES, check_rows, refuse
 
@@ -33,7 +34,7 @@ _MERGE_ATTENTION = Op(
     "(Tensor(a!) out, Tensor(b!)? lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()",
     _check,
     _reference,
-    new_out=lambda _, out_a, *__: out_a.new_empty(out_a.shape),
+    made="out",
 )
 
 
@@ -67,7 +68,13 @@ def merge_attention(
 
     O(T · H · D).
     """
-    return _MERGE_ATTENTION(out, lse, out_a, lse_a, out_b, lse_b)
+    try:
+        if out is None:
+            out = out_a.new_empty(out_a.shape)
+        _MERGE_ATTENTION.call(out, lse, out_a, lse_a, out_b, lse_b)
+    except REFUSALS as error:
+        _MERGE_ATTENTION.refuse(error, out, lse, out_a, lse_a, out_b, lse_b)
+    return out
 
 
 merge_attention_lse = with_lse(merge_attention)

@@ -60,11 +60,15 @@ class ScoreKeywords(TypedDict, total=False):
     sinks: Tensor | None
 
 
-class AttentionKeywords(ScoreKeywords, total=False):
-    """The options as keywords of an op; see `AttentionOptions`."""
+class ScaleKeywords(TypedDict, total=False):
+    """The scales of a quantised cache; see `AttentionOptions`."""
 
     key_scale: Tensor | None
     value_scale: Tensor | None
+
+
+class AttentionKeywords(ScoreKeywords, ScaleKeywords, total=False):
+    """The options as keywords of an op; see `AttentionOptions`."""
 
 
 class DecodeKeywords(AttentionKeywords, total=False):

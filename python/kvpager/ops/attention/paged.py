@@ -3,12 +3,13 @@
 One query a sequence is a decode; a prefill takes any number. Both take the same options, checks and backends.
 """
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
 from kvpager.native import native_status
+from kvpager.ops import device_errors
 from kvpager.ops.attention import backends, reference
 from kvpager.ops.attention.backends import Backend
 from kvpager.ops.attention.checks import check_attention
@@ -16,12 +17,8 @@ from kvpager.ops.attention.options import OPTIONS_SCHEMA, AttentionKeywords, Dec
 from kvpager.ops.attention.results import store, with_lse
 from kvpager.ops.attention.split_plan import check_split_plan
 from kvpager.ops.device_errors import REFUSALS
-from kvpager.ops.op import Op
+from kvpager.ops.op import Op, check_errors
 from kvpager.ops.tensors import Layout, as_hnd, scales_as_hnd
-
-
-def _new_out(lse: Tensor | None, query: Tensor, *others: Tensor) -> Tensor:
-    return query.new_empty(query.shape)  # empty_like would keep the strides of a fused projection
 
 
 def _decode(
@@ -52,7 +49,7 @@ _PAGED_ATTENTION = Op(
     "int fixed_split=0, Tensor? split_plan=None, Tensor(c!)? workspace=None) -> ()",
     check_attention,
     _decode,
-    new_out=_new_out,
+    made="out",
 )
 _PAGED_PREFILL = Op(
     "paged_prefill",
@@ -60,7 +57,7 @@ _PAGED_PREFILL = Op(
     f"SymInt max_seq_len, {OPTIONS_SCHEMA}) -> ()",
     check_attention,
     _prefill,
-    new_out=_new_out,
+    made="out",
 )
 
 
@@ -105,7 +102,8 @@ def paged_attention(
     On CUDA nothing waits for the GPU, and a call with a `split_plan` and a `workspace` allocates nothing: it can be
     captured in a graph and replayed over new values of all its tensors. O(sum of lengths · H · D).
     """
-    keywords = {**options, "max_seq_len": max_seq_len}
+    keywords = cast("dict[str, Any]", options)
+    keywords["max_seq_len"] = max_seq_len
     tables = (block_tables, seq_lens)
     return _attend(_PAGED_ATTENTION, (out, lse), (query, key_cache, value_cache), tables, layout, backend, keywords)
 
@@ -155,7 +153,8 @@ def paged_prefill(
 
     O(sum over query tokens of their position · H · D).
     """
-    keywords = {**options, "max_seq_len": max_seq_len, "max_query_len": max_query_len}
+    keywords = cast("dict[str, Any]", options)
+    keywords["max_seq_len"], keywords["max_query_len"] = max_seq_len, max_query_len
     tables = (block_tables, query_start_loc, seq_lens)
     return _attend(_PAGED_PREFILL, (out, lse), (query, key_cache, value_cache), tables, layout, backend, keywords)
 
@@ -175,30 +174,33 @@ def _attend(
 ) -> Tensor:
     """Fill in the defaults, and let a backend or the op compute."""
     query, key_cache, value_cache = inputs
+    out, lse = results
     if not isinstance(query, Tensor):
         raise ArgumentError("query", "a tensor", type(query).__name__)
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     if layout != "HND":
         scales = scales_as_hnd(keywords.get("key_scale"), keywords.get("value_scale"), layout)
         keywords["key_scale"], keywords["value_scale"] = scales
-    arguments = (*results, query, key_cache, value_cache, *tables)
     try:
         if keywords.get("scale") is None:
             keywords["scale"] = query.shape[2] ** -0.5
         if keywords["max_seq_len"] is None:
             keywords["max_seq_len"] = tables[0].shape[1] * key_cache.shape[2]
-        if keywords.get("max_query_len", 0) is None:
+        if op is _PAGED_PREFILL and keywords["max_query_len"] is None:
             keywords["max_query_len"] = query.shape[0]
-        # The packages check nothing.
-        is_ours = backend == "auto" and (not query.is_cuda or native_status().cuda_kernels)
-        if not is_ours:
-            op.check(*arguments, **keywords)
+        if backend != "auto" or (query.is_cuda and not native_status().cuda_kernels):
+            op.check(out, lse, query, key_cache, value_cache, *tables, **keywords)  # the packages check nothing
+            run = backends.planned(backend, query, key_cache, tables, keywords)
+        else:
+            run = None
+        if out is None:
+            out = query.new_empty(query.shape)  # empty_like would keep the strides of a fused projection
+        if run is None:
+            op.call(out, lse, query, key_cache, value_cache, *tables, **keywords)
     except REFUSALS as error:
-        op.refuse(error, arguments, keywords)
-    if is_ours or (run := backends.planned(backend, query, key_cache, tables, keywords)) is None:
-        return op(*arguments, **keywords)
-    out, lse = results
-    if out is None:
-        out = _new_out(lse, query)
-    run(query, key_cache, value_cache, out, lse)
+        op.refuse(error, out, lse, query, key_cache, value_cache, *tables, **keywords)
+    if run is not None:
+        run(query, key_cache, value_cache, out, lse)
+    elif device_errors.CHECKED:
+        check_errors(out.device)
     return out

@@ -14,7 +14,7 @@ from kvpager.kinds import is_whole
 from kvpager.ops.tensors import check_written, require_tensors
 
 MIN_PART_TOKENS = 128  # as in csrc/cuda, `kMinPartTokens`: below this a part costs more than it brings
-PARTS_PER_THREAD = 4  # as in csrc/cpu/decode.cpp: a thread that is late leaves its last parts to others
+PARTS_PER_THREAD = 4  # as in csrc/cpu/decode/paged_attention.cpp: a thread that is late leaves its last parts to others
 
 
 def _blocks_per_multiprocessor(head_dim: int) -> int:

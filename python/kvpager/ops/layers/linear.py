@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvpager.ops.device_errors import REFUSALS
 from kvpager.ops.op import Op
 from kvpager.ops.tensors import check_float_rows, check_rows_beside, check_vectors, check_written, refuse
 
@@ -33,7 +34,7 @@ _LINEAR = Op(
     _check,
     _reference,
     has_cuda_kernel=False,
-    new_out=lambda x, weight, _: x.new_empty((x.shape[0], weight.shape[0])),
+    made="out",
 )
 
 
@@ -54,4 +55,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
     O(T · N · C); for few rows the time is that of reading the weights once. On CUDA torch's product runs.
     """
-    return _LINEAR(out, x, weight, bias)
+    try:
+        if out is None:
+            out = x.new_empty((x.shape[0], weight.shape[0]))
+        _LINEAR.call(out, x, weight, bias)
+    except REFUSALS as error:
+        _LINEAR.refuse(error, out, x, weight, bias)
+    return out

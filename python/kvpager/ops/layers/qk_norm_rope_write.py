@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops import device_errors
+from kvpager.ops.device_errors import REFUSALS
 from kvpager.ops.layers.rms_norm import normed
 from kvpager.ops.moves.write_kv import write_rows
-from kvpager.ops.op import Op
+from kvpager.ops.op import Op, check_errors
 from kvpager.ops.tensors import (
     Layout,
     accumulate_dtype,
@@ -123,12 +125,6 @@ def _reference(
     )  # fmt: skip
 
 
-def _new_query(qkv: Tensor, *others: Tensor) -> Tensor:
-    key_cache, slot_mapping = others[4], others[6]
-    K, D = key_cache.shape[1], key_cache.shape[3]
-    return qkv.new_empty((slot_mapping.shape[0], qkv.shape[1] // D - 2 * K, D))
-
-
 _QK_NORM_ROPE_WRITE = Op(
     "qk_norm_rope_write",
     "(Tensor(a!) query_out, Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos_sin, Tensor positions, "
@@ -136,7 +132,7 @@ _QK_NORM_ROPE_WRITE = Op(
     "Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None) -> ()",
     _check,
     _reference,
-    new_out=_new_query,
+    made="query_out",
 )
 
 
@@ -188,7 +184,15 @@ def qk_norm_rope_write(
     """
     key_cache, value_cache = as_hnd(key_cache, value_cache, layout)
     key_scale, value_scale = scales_as_hnd(key_scale, value_scale, layout)
-    return _QK_NORM_ROPE_WRITE(
-        query_out, qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping,
-        eps=eps, key_scale=key_scale, value_scale=value_scale,
-    )  # fmt: skip
+    options = {"eps": eps, "key_scale": key_scale, "value_scale": value_scale}
+    others = (qkv, q_weight, k_weight, cos_sin, positions, key_cache, value_cache, slot_mapping)
+    try:
+        if query_out is None:
+            K, D = key_cache.shape[1], key_cache.shape[3]
+            query_out = qkv.new_empty((slot_mapping.shape[0], qkv.shape[1] // D - 2 * K, D))
+        _QK_NORM_ROPE_WRITE.call(query_out, *others, **options)
+    except REFUSALS as error:
+        _QK_NORM_ROPE_WRITE.refuse(error, query_out, *others, **options)
+    if device_errors.CHECKED:
+        check_errors(query_out.device)
+    return query_out

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvpager.errors import ArgumentError
+from kvpager.ops.device_errors import REFUSALS
 from kvpager.ops.op import Op
 from kvpager.ops.tensors import accumulate_dtype, check_float_rows, check_rows_beside, check_vectors, check_written
 
@@ -38,7 +39,7 @@ _RMS_NORM = Op(
     _check,
     _reference,
     has_cuda_kernel=False,
-    new_out=lambda x, *_: x.new_empty(x.shape),
+    made="out",
 )
 
 
@@ -64,4 +65,10 @@ def rms_norm(
 
     O(T · C).
     """
-    return _RMS_NORM(out, x, weight, residual, eps=eps)
+    try:
+        if out is None:
+            out = x.new_empty(x.shape)
+        _RMS_NORM.call(out, x, weight, residual, eps=eps)
+    except REFUSALS as error:
+        _RMS_NORM.refuse(error, out, x, weight, residual, eps=eps)
+    return out

@@ -3,6 +3,7 @@
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvpager.ops.device_errors import REFUSALS
 from kvpager.ops.op import Op
 from kvpager.ops.tensors import accumulate_dtype, check_float_rows, check_rows_beside, check_written
 
@@ -26,7 +27,7 @@ _SILU_MUL = Op(
     _check,
     _reference,
     has_cuda_kernel=False,
-    new_out=lambda gate, _: gate.new_empty(gate.shape),
+    made="out",
 )
 
 
@@ -48,4 +49,10 @@ def silu_mul(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     O(T · I).
     """
-    return _SILU_MUL(out, gate, up)
+    try:
+        if out is None:
+            out = gate.new_empty(gate.shape)
+        _SILU_MUL.call(out, gate, up)
+    except REFUSALS as error:
+        _SILU_MUL.refuse(error, out, gate, up)
+    return out

@@ -1,6 +1,6 @@
 //! The memory that a batch writes: lent by the caller for each call.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The room in one buffer set. Letters: B rows, M columns of a table, T tokens of a step, C changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

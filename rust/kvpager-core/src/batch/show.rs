@@ -1,11 +1,8 @@
-//! Writing a step into the set whose turn it is. The appends are done, or settled; nothing here can refuse.
+//! Writing a step into the set whose turn it is. The appends are done; nothing here can refuse.
 
 use super::{Batch, BatchBuffers, BatchStep, Shown};
-use crate::append::open_tail;
-use crate::copies::CopyLedger;
-use crate::pool::Pool;
-use crate::sequence::{Sequence, SequenceTable, UNCHANGED};
-use crate::{BlockId, Config};
+use crate::ids::BlockId;
+use crate::sequences::{Place, SequenceTable, UNCHANGED};
 
 /// The list of a step's changes. Counts on where its memory ends.
 struct Changes<'a> {
@@ -42,13 +39,13 @@ impl Batch {
             set.seq_lens.fill(0);
             set.query_start_loc.fill(0);
             set.slot_mapping.fill(-1);
-            shown.num_blocks.fill(0);
-            (shown.num_rows, shown.num_tokens, shown.one_each) = (0, 0, Some(0));
+            shown.row_blocks.fill(0);
+            (shown.num_rows, shown.num_tokens) = (0, 0);
         }
     }
 
-    /// Brings the set whose turn it is up to date and passes the turn on.
-    pub(super) fn show(
+    /// Brings the set whose turn it is up to date and passes the turn on. The slots of the step have been given back.
+    pub(crate) fn show(
         &mut self,
         sequences: &mut SequenceTable,
         sets: &mut [BatchBuffers<'_>; 2],
@@ -58,53 +55,19 @@ impl Batch {
         let shown = &mut self.shown[self.turn];
         set.slot_mapping[..self.slots.len()].copy_from_slice(&self.slots);
         clear_slots(self.slots.len(), set.slot_mapping, shown);
-        show_starts(self.rows.len(), counts, set.query_start_loc, shown);
+        show_starts(self.rows.len(), counts, set.query_start_loc);
         self.catch_up(sequences, set.block_tables);
         let (rows, mut tables) = self.tables(set.block_tables, other.block_tables, set.changed);
-        for ((row, &sequence_row), length) in rows.iter().enumerate().zip(&mut *set.seq_lens) {
-            let sequence = &mut sequences.rows[sequence_row as usize];
-            *length = sequence.length as i32;
-            if sequence.changed_from() != UNCHANGED {
-                tables.show(row, sequence, &sequences.tables[sequence_row as usize]);
+        for ((row, &place), length) in rows.iter().enumerate().zip(&mut *set.seq_lens) {
+            let counters = sequences.counters_mut(place);
+            *length = counters.length() as i32;
+            if counters.changed_from() != UNCHANGED {
+                let from = counters.take_mark();
+                tables.show(row, from as usize, sequences.table(place));
             }
         }
         let num_changes = tables.end(rows.len(), set.seq_lens);
         self.pass_turn(self.slots.len(), num_changes)
-    }
-
-    /// Appends one token to each row, which has been settled, and shows it: both in one pass, so that the line of a
-    /// sequence is looked at once.
-    pub(super) fn append_and_show(
-        &mut self,
-        (config, pool, copies): (&Config, &mut Pool, &mut CopyLedger),
-        sequences: &mut SequenceTable,
-        sets: &mut [BatchBuffers<'_>; 2],
-    ) -> BatchStep {
-        let (set, other) = in_turn(sets, self.turn);
-        let num_rows = self.rows.len();
-        let shown = &mut self.shown[self.turn];
-        clear_slots(num_rows, set.slot_mapping, shown);
-        show_starts(num_rows, None, set.query_start_loc, shown);
-        self.catch_up(sequences, set.block_tables);
-        let (rows, mut tables) = self.tables(set.block_tables, other.block_tables, set.changed);
-        let (slots, lengths) = (&mut set.slot_mapping[..num_rows], &mut set.seq_lens[..num_rows]);
-        let mut row = 0;
-        loop {
-            row += append_open(&mut sequences.rows, &rows[row..], &mut slots[row..], &mut lengths[row..]);
-            let Some(&sequence_row) = rows.get(row) else { break };
-            let sequence = &mut sequences.rows[sequence_row as usize];
-            if sequence.open() == 0 {
-                open_tail(config, pool, copies, sequence, &mut sequences.tables[sequence_row as usize]);
-            }
-            slots[row] = sequence.advance(1);
-            lengths[row] = sequence.length as i32;
-            if sequence.changed_from() != UNCHANGED {
-                tables.show(row, sequence, &sequences.tables[sequence_row as usize]);
-            }
-            row += 1;
-        }
-        let num_changes = tables.end(num_rows, set.seq_lens);
-        self.pass_turn(num_rows, num_changes)
     }
 
     /// Writes what the previous step changed in the other set.
@@ -112,12 +75,8 @@ impl Batch {
         let shown = &mut self.shown[self.turn];
         for &(row, from) in &self.missed {
             // A row that is gone is cleared with the others behind the last; a new one will be written whole.
-            if let Some(&sequence_row) = self.rows.get(row as usize).filter(|_| !self.is_new[row as usize]) {
-                let table = &*sequences.tables[sequence_row as usize];
-                if from + 1 == table.len() as u32 && shown.num_blocks[row as usize] == from {
-                    write_last(tables, self.shape.max_blocks, row as usize, table, shown);
-                    continue;
-                }
+            if let Some(&place) = self.rows.get(row as usize).filter(|_| !self.is_new[row as usize]) {
+                let table = sequences.table(place);
                 write_row(tables, self.shape.max_blocks, row as usize, table, from as usize, shown);
             }
         }
@@ -129,7 +88,7 @@ impl Batch {
         written: &'a mut [i32],
         previous: &'a [i32],
         changed: &'a mut [i32],
-    ) -> (&'a [u32], Tables<'a>) {
+    ) -> (&'a [Place], Tables<'a>) {
         self.missed_next.clear();
         let (entries, _) = changed.as_chunks_mut();
         let tables = Tables {
@@ -164,21 +123,6 @@ impl Batch {
     }
 }
 
-/// Appends one token each to the rows in front that have an open run and no change in their tables; how many. A function of
-/// its own, so that all the loop needs stays in registers.
-#[inline(never)]
-fn append_open(sequences: &mut [Sequence], rows: &[u32], slots: &mut [i64], lengths: &mut [i32]) -> usize {
-    for (at, ((&row, slot), length)) in rows.iter().zip(slots).zip(lengths).enumerate() {
-        let sequence = &mut sequences[row as usize];
-        if sequence.open() == 0 || sequence.changed_from() != UNCHANGED {
-            return at;
-        }
-        *slot = sequence.advance(1);
-        *length = sequence.length as i32;
-    }
-    rows.len()
-}
-
 /// The set that a step writes, and the one that the previous step wrote.
 fn in_turn<'a, 'b>(
     [first, second]: &'a mut [BatchBuffers<'b>; 2],
@@ -202,20 +146,13 @@ struct Tables<'a> {
 }
 
 impl Tables<'_> {
-    /// Writes what is new in the table of a row, and lists it.
+    /// Writes what is new in the table of a row, from a column on, and lists it.
     #[inline]
-    fn show(&mut self, row: usize, sequence: &mut Sequence, table: &[BlockId]) {
-        let from = sequence.take_mark() as usize;
+    fn show(&mut self, row: usize, from: usize, table: &[BlockId]) {
         let (max_blocks, changes) = (self.max_blocks, &mut self.changes);
         let num_shown = self.num_previous[row] as usize;
         self.num_previous[row] = table.len() as u32;
         self.missed.push((row as u32, from as u32));
-        if from == num_shown && table.len() == num_shown + 1 && !self.is_new[row] {
-            // What most steps bring: one block more.
-            changes.push(row, from, table[from] as i32);
-            write_last(self.written, max_blocks, row, table, self.shown);
-            return;
-        }
         if std::mem::take(&mut self.is_new[row]) {
             changes.push_run(row, 0, table.iter().map(|&block| block as i32));
         } else {
@@ -250,14 +187,6 @@ impl Tables<'_> {
     }
 }
 
-/// [`write_row`] of a table that has one entry more than the row shows.
-#[inline]
-fn write_last(tables: &mut [i32], max_blocks: usize, row: usize, table: &[BlockId], shown: &mut Shown) {
-    let column = table.len() - 1;
-    tables[row * max_blocks + column] = table[column] as i32;
-    shown.num_blocks[row] = table.len() as u32;
-}
-
 /// Writes a table from a column on, and −1 over what the row showed behind its end.
 #[inline]
 fn write_row(
@@ -269,7 +198,7 @@ fn write_row(
     shown: &mut Shown,
 ) {
     let row_entries = &mut tables[row * max_blocks..][..max_blocks];
-    let num_shown = &mut shown.num_blocks[row];
+    let num_shown = &mut shown.row_blocks[row];
     if let Some(blocks) = table.get(from..) {
         for (entry, &block) in row_entries[from..].iter_mut().zip(blocks) {
             *entry = block as i32;
@@ -289,22 +218,11 @@ fn clear_slots(num_tokens: usize, slot_mapping: &mut [i64], shown: &mut Shown) {
     shown.num_tokens = num_tokens;
 }
 
-fn show_starts(num_rows: usize, counts: Option<&[u64]>, query_start_loc: &mut [i32], shown: &mut Shown) {
+fn show_starts(num_rows: usize, counts: Option<&[u64]>, query_start_loc: &mut [i32]) {
     let mut start = 0;
-    if let Some(counts) = counts {
-        for (entry, &count) in query_start_loc.iter_mut().zip(counts) {
-            *entry = start;
-            start += count as i32;
-        }
-    } else {
-        if shown.one_each == Some(num_rows) {
-            return; // as it stands
-        }
-        for entry in &mut query_start_loc[..num_rows] {
-            *entry = start;
-            start += 1;
-        }
+    for (row, entry) in query_start_loc[..num_rows].iter_mut().enumerate() {
+        *entry = start;
+        start += counts.map_or(1, |counts| counts[row]) as i32;
     }
     query_start_loc[num_rows..].fill(start);
-    shown.one_each = counts.is_none().then_some(num_rows);
 }

@@ -133,26 +133,25 @@ pub(crate) fn on_manager(manager: &mut BlockManager, operation: &Operation) -> R
         Operation::Match(ref tokens) => {
             with_prompt(tokens, |prompt| manager.match_prefix(prompt)).map(Answer::Number)
         }
-        Operation::Append(id, None) => manager.append_token(id).map(|slot| Answer::Slots(vec![slot])),
-        Operation::Append(id, Some(token_id)) => {
-            manager.append_token_id(id, token_id).map(|slot| Answer::Slots(vec![slot]))
+        Operation::Append(id, token_id) => {
+            manager.append_token(id, token_id).map(|slot| Answer::Slots(vec![slot]))
         }
         Operation::AppendRun(id, n) => {
-            manager.append_tokens(id, n, &mut slots).map(|()| Answer::Slots(slots))
+            manager.append_tokens(id, n, None, &mut slots).map(|()| Answer::Slots(slots))
         }
-        Operation::AppendIds(id, ref token_ids) => {
-            manager.append_token_ids(id, token_ids, &mut slots).map(|()| Answer::Slots(slots))
-        }
+        Operation::AppendIds(id, ref token_ids) => manager
+            .append_tokens(id, token_ids.len() as u64, Some(token_ids), &mut slots)
+            .map(|()| Answer::Slots(slots)),
         Operation::AppendBatch(ref ids, ref token_ids) => {
-            append_batch(manager, ids, None, token_ids.as_deref(), &mut slots).map(|()| Answer::Slots(slots))
+            manager.append_batch(ids, None, token_ids.as_deref(), &mut slots).map(|()| Answer::Slots(slots))
         }
         Operation::AppendBatchCounts(ref rows, ref token_ids) => {
             let (ids, counts): (Vec<_>, Vec<_>) = rows.iter().copied().unzip();
-            append_batch(manager, &ids, Some(&counts), token_ids.as_deref(), &mut slots)
+            manager
+                .append_batch(&ids, Some(&counts), token_ids.as_deref(), &mut slots)
                 .map(|()| Answer::Slots(slots))
         }
-        Operation::Commit(id, n, None) => manager.commit(id, n).map(nothing),
-        Operation::Commit(id, n, Some(ref token_ids)) => manager.commit_ids(id, n, token_ids).map(nothing),
+        Operation::Commit(id, n, ref token_ids) => manager.commit(id, n, token_ids.as_deref()).map(nothing),
         Operation::CommitBatch(ref rows, ref token_ids) => {
             let (ids, ns): (Vec<_>, Vec<_>) = rows.iter().copied().unzip();
             manager.commit_batch(&ids, &ns, token_ids.as_deref()).map(nothing)
@@ -178,19 +177,6 @@ pub(crate) fn on_manager(manager: &mut BlockManager, operation: &Operation) -> R
         }
     }
     .map_err(without_words)
-}
-
-fn append_batch(
-    manager: &mut BlockManager,
-    ids: &[SequenceId],
-    counts: Option<&[u64]>,
-    token_ids: Option<&[TokenId]>,
-    slots: &mut Vec<Slot>,
-) -> Result<(), Error> {
-    match token_ids {
-        None => manager.append_batch(ids, counts, slots),
-        Some(token_ids) => manager.append_batch_ids(ids, counts, token_ids, slots),
-    }
 }
 
 fn with_prompt<T>(tokens: &Tokens, call: impl FnOnce(&Prompt<'_>) -> T) -> T {

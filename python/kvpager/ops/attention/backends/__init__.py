@@ -138,7 +138,7 @@ def _automatic(call: AttentionCall) -> Run | None:
 
 
 def _adapter(name: str) -> _Adapter:
-    module: _Adapter = import_module(f"kvpager.ops.attention.backends.{name}")  # type: ignore[assignment]  # its functions
+    module: _Adapter = import_module(f"kvpager.ops.attention.backends.{name}")  # type: ignore[assignment]
     return module
 
 

@@ -96,4 +96,4 @@ class Run(Protocol):
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, lse: Tensor | None, /
     ) -> None:
-        """Query and out [T, H, D], HND caches [N, K, S, D], lse [T, H] float32 or None if it is not wanted."""
+        """Attend: `query`, `out` [T, H, D], HND caches [N, K, S, D], `lse` [T, H] float32 or None if not wanted."""

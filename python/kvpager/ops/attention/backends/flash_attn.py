@@ -62,7 +62,7 @@ def plan(call: AttentionCall) -> Run:
 def _attend_3(
     call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Out [T, H, D] and lse [T, H]."""
+    """Return out [T, H, D] and lse [T, H]."""
     options = {"cache_seqlens": call.seq_lens, "page_table": tables, "return_softmax_lse": True, **options}
     attend = _package("flash_attn_interface").flash_attn_with_kvcache
     if call.query_start_loc is None:
@@ -76,7 +76,7 @@ def _attend_3(
 def _attend_2(
     call: AttentionCall, query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Out [T, H, D] and lse [T, H]."""
+    """Return out [T, H, D] and lse [T, H]."""
     package = _package("flash_attn")
     if call.query_start_loc is None:
         out, lse, *_ = package.flash_attn_with_kvcache(

@@ -61,7 +61,8 @@ impl Model {
         let hits = self.find(prompt, num_tokens.saturating_sub(1));
         let watermark = if self.live() == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
         let watermark = watermark.max(options.reserve_blocks);
-        let needed = (computed + num_slots).div_ceil(self.size()) - hits.len() as u64 + watermark;
+        let num_new_blocks = (computed + num_slots).div_ceil(self.size()) - hits.len() as u64;
+        let needed = num_new_blocks.saturating_add(watermark);
         let free =
             self.num_available() - hits.iter().filter(|hit| self.cached().contains(hit)).count() as u64;
         if needed > free {

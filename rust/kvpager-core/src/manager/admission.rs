@@ -7,73 +7,13 @@
 //!
 //! Costs: O(tokens given + slots returned). Nothing is allocated once warm, media items aside.
 
-use crate::append::{append_run, reserve_slots};
-use crate::chain::Chain;
-use crate::config::MAX_TOKEN_ID;
-use crate::hash::Hash;
-use crate::index::Parent;
-use crate::keys::{NO_KEY, encode_items, encode_namespace};
-use crate::manager::BlockManager;
-use crate::pool::FENCED;
-use crate::sequence::SequenceTable;
-use crate::{BlockId, Error, Result, SequenceId, Slot, TokenId};
-
-/// A media item of a prompt: the positions whose tokens stand for it, and what tells it from others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Item<'a> {
-    /// First position.
-    pub start: u64,
-    /// Position behind the last.
-    pub stop: u64,
-    /// Its name, mostly a digest of its content.
-    pub key: &'a str,
-}
-
-/// A prompt, and what makes the same tokens different content. `None` is not `""`.
-///
-/// ```
-/// use kvpager_core::{Item, Prompt};
-///
-/// let prompt = Prompt { adapter: Some("french"), ..Prompt::new(&[5, 6, 7]) };
-/// assert_eq!(prompt.items, []);
-/// let items = [Item { start: 0, stop: 2, key: "sha256 of an image" }];
-/// assert_eq!(Prompt { items: &items, ..prompt }.items.len(), 1);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prompt<'a> {
-    /// Token ids, each 0 to 2³¹ − 1.
-    pub token_ids: &'a [TokenId],
-    /// A secret or tenant whose content is shared with nobody else's.
-    pub salt: Option<&'a str>,
-    /// The adapter of the model's weights, if any.
-    pub adapter: Option<&'a str>,
-    /// Media items, sorted and disjoint.
-    pub items: &'a [Item<'a>],
-}
-
-impl<'a> Prompt<'a> {
-    /// Plain tokens. O(1).
-    ///
-    /// ```
-    /// # use kvpager_core::Prompt;
-    /// assert_eq!(Prompt::new(&[1, 2]).salt, None);
-    /// ```
-    #[must_use]
-    pub fn new(token_ids: &'a [TokenId]) -> Self {
-        Self { token_ids, salt: None, adapter: None, items: &[] }
-    }
-}
-
-/// Memory of one admission, kept between calls.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Matching {
-    /// The blocks found, logical block 0 first.
-    pub(crate) blocks: Vec<BlockId>,
-    /// Encoded keys.
-    pub(crate) bytes: Vec<u8>,
-    /// Hashes of blocks that are about to be looked up.
-    pub(crate) ahead: Vec<Hash>,
-}
+use super::BlockManager;
+use super::append::reserve_slots;
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, SequenceId, Slot};
+use crate::index::{Content, NO_KEY};
+use crate::info::BlockState;
+use crate::prompt::{Item, Prompt, check_items, check_token_ids, overlapping};
 
 /// What an admission may take, and what it counts as. The default: slots for all that remains, nothing kept back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,7 +29,7 @@ pub struct AdmitOptions {
     pub resumed: bool,
 }
 
-/// What an admission does, or would do.
+/// What an admission did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admission {
     /// Leading tokens that were found computed: a multiple of the block size.
@@ -118,7 +58,7 @@ impl BlockManager {
     /// let prompt = Prompt::new(&[1, 2, 3, 4, 5, 6]);
     /// assert_eq!(manager.admit(1, &prompt, &AdmitOptions::default(), &mut slots)?.num_computed_tokens, 0);
     /// assert_eq!(slots, [0, 1, 2, 3, 4, 5]);
-    /// manager.commit(1, 6)?; // written: the first block can be found now
+    /// manager.commit(1, 6, None)?; // written: the first block can be found now
     ///
     /// slots.clear();
     /// assert_eq!(manager.admit(2, &prompt, &AdmitOptions::default(), &mut slots)?.num_computed_tokens, 4);
@@ -133,44 +73,31 @@ impl BlockManager {
         options: &AdmitOptions,
         slots: &mut Vec<Slot>,
     ) -> Result<Admission> {
-        let plan = self.settle_admission(sequence_id, prompt, options)?;
-        let Admission { num_computed_tokens, num_slots } = plan;
+        let admission = self.settle_admission(sequence_id, prompt, options)?;
+        let Admission { num_computed_tokens, num_slots } = admission;
         reserve_slots(slots, num_slots, "token_ids")?;
-        let row = self.sequences.insert(sequence_id) as usize;
-        let Self { config, pool, copies, sequences, matching, .. } = self;
-        let SequenceTable { rows, tables, chains, spare, .. } = sequences;
+        let place = self.sequences.insert(sequence_id);
+        let Self { config, pool, sequences, matching, .. } = self;
         let namespace = if config.prefix_caching() {
-            encode_namespace(prompt.salt, prompt.adapter, &mut matching.bytes);
-            pool.index.acquire_namespace(&matching.bytes)
+            pool.index_mut().acquire_namespace(prompt.salt, prompt.adapter)
         } else {
             NO_KEY
         };
-        let tokens = (prompt.token_ids, matching.blocks.len());
-        chains[row].start(tokens, (prompt.items, config.block_size()), namespace, spare);
         for &block in &matching.blocks {
             pool.attach(block);
         }
         if !options.resumed {
             for &block in &matching.blocks {
-                pool.cached.hit(block);
+                pool.hit(block);
             }
         }
-        let (sequence, table) = (&mut rows[row], &mut tables[row]);
-        table.extend_from_slice(sequence, &matching.blocks);
-        sequence.length = num_computed_tokens;
-        sequence.computed = num_computed_tokens;
-        sequence.close_run();
+        sequences.start(place, prompt, &matching.blocks, config.block_size(), namespace);
         pool.look_at_victims(config.blocks_for(num_slots));
-        append_run(config, pool, copies, (sequence, table), num_slots, slots);
-        if config.prefix_caching() {
-            if options.resumed {
-                self.hits.resumed += num_computed_tokens;
-            } else {
-                self.hits.queried += prompt.token_ids.len() as u64;
-                self.hits.found += num_computed_tokens;
-            }
+        self.writer().append(place, num_slots, slots);
+        if self.config.prefix_caching() {
+            self.hits.count(prompt.token_ids.len() as u64, num_computed_tokens, options.resumed);
         }
-        Ok(plan)
+        Ok(admission)
     }
 
     /// Whether [`admit`](Self::admit) would succeed with these arguments now. Changes nothing. O(tokens).
@@ -212,7 +139,7 @@ impl BlockManager {
     /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
     /// let mut manager = BlockManager::new(Config::new(8, 2)?.with_prefix_caching(true))?;
     /// manager.admit(1, &Prompt::new(&[1, 2, 3, 4]), &AdmitOptions::default(), &mut Vec::new())?;
-    /// manager.commit(1, 4)?;
+    /// manager.commit(1, 4, None)?;
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3, 4]))?, 2); // one token is left to compute
     /// assert_eq!(manager.match_prefix(&Prompt::new(&[1, 2, 3, 4, 5]))?, 4);
     /// let salted = Prompt { salt: Some("tenant"), ..Prompt::new(&[1, 2, 3, 4, 5]) };
@@ -227,7 +154,7 @@ impl BlockManager {
     /// Checks the values of a prompt by themselves, and finds the blocks of its full blocks within its first `limit`
     /// tokens, into `matching.blocks`. What is found has the ids of an indexed block, which are sound: only those behind
     /// it are checked, so that most of a prompt is read from memory once.
-    pub(crate) fn check_and_find(&mut self, prompt: &Prompt<'_>, limit: usize) -> Result<()> {
+    pub(super) fn check_and_find(&mut self, prompt: &Prompt<'_>, limit: usize) -> Result<()> {
         if !prompt.items.is_empty() {
             check_token_ids(prompt.token_ids, "token_ids")?;
             check_items(prompt)?;
@@ -239,44 +166,34 @@ impl BlockManager {
 
     /// The second half of [`check_and_find`](Self::check_and_find).
     fn find_prefix(&mut self, prompt: &Prompt<'_>, limit: usize) {
-        let Self { config, pool, matching: Matching { blocks, bytes, .. }, .. } = self;
+        let blocks = &mut self.matching.blocks;
         blocks.clear();
-        if !config.prefix_caching() {
+        if !self.config.prefix_caching() {
             return;
         }
-        let index = &pool.index;
-        encode_namespace(prompt.salt, prompt.adapter, bytes);
-        let Some(namespace) = index.find_namespace(bytes) else { return };
-        let mut parent: Parent = index.root(namespace);
-        let block_size = config.block_size() as usize;
-        for token_ids in prompt.token_ids[..limit].chunks_exact(block_size) {
-            let (mut key, mut key_hash) = (NO_KEY, [0, 0]);
+        let index = self.pool.index_mut();
+        let Some(namespace) = index.find_namespace(prompt.salt, prompt.adapter) else { return };
+        let mut parent = index.root(namespace);
+        let block_size = self.config.block_size();
+        let mut start = 0;
+        for token_ids in prompt.token_ids[..limit].chunks_exact(block_size as usize) {
+            let (mut key_id, mut key_hash) = (NO_KEY, [0, 0]);
             if !prompt.items.is_empty() {
-                encode_items(prompt.items, (blocks.len() * block_size) as u64, block_size as u64, bytes);
-                let Some(found) = index.find_key(bytes) else { return };
-                (key, key_hash) = found;
+                let span = |item: &Item<'_>| (item.start, item.stop);
+                let items = overlapping(prompt.items, span, start, start + block_size);
+                let Some(found) = index.find_key(items.iter().copied(), start) else { return };
+                (key_id, key_hash) = found;
             }
             let hash = index.chain(&parent, token_ids, key_hash);
-            let Ok(block) = index.find(&parent, hash, token_ids, key) else { return };
+            let Ok(block) = index.find(&Content { parent, hash, token_ids, key_id }) else { return };
             blocks.push(block);
             parent = index.parent(block);
+            start += block_size;
         }
     }
 
-    /// What [`admit`](Self::admit) would answer with these arguments now, or why not. Changes nothing. O(tokens).
-    ///
-    /// # Errors
-    /// Those of [`admit`](Self::admit).
-    ///
-    /// ```
-    /// # use kvpager_core::{AdmitOptions, BlockManager, Config, Prompt};
-    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
-    /// let planned = manager.settle_admission(1, &Prompt::new(&[1, 2, 3, 4, 5]), &AdmitOptions::default())?;
-    /// assert_eq!(planned.num_slots, 5);
-    /// assert_eq!(manager.num_sequences(), 0);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn settle_admission(
+    /// What [`admit`](Self::admit) would answer with these arguments now, or why not. Changes nothing.
+    fn settle_admission(
         &mut self,
         sequence_id: SequenceId,
         prompt: &Prompt<'_>,
@@ -301,17 +218,16 @@ impl BlockManager {
         let num_slots = (num_tokens - num_computed_tokens).min(options.num_new_tokens.unwrap_or(u64::MAX));
         let num_new_blocks = self.config.blocks_for(num_computed_tokens + num_slots) - hits.len() as u64;
         // While nothing is live nothing runs that could grow into the watermark, and waiting would be for ever.
-        let watermark = if self.pool.live == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
+        let watermark = if self.pool.num_live() == 0 { 0 } else { u64::from(self.config.watermark_blocks()) };
         let watermark = watermark.max(options.reserve_blocks);
-        let pool = &self.pool;
-        let is_cached = |&&block: &&BlockId| pool.ref_count(block) == 0 && !pool.has(block, FENCED);
-        let num_available = u64::from(pool.num_available());
+        let num_available = u64::from(self.pool.num_available());
         // Most of the time there is enough even if all hits were cached.
         let needed = num_new_blocks.saturating_add(watermark);
         if needed.saturating_add(hits.len() as u64) > num_available {
+            let is_cached = |&&block: &&BlockId| self.pool.state(block) == BlockState::Cached;
             let free = num_available - hits.iter().filter(is_cached).count() as u64;
             if needed > free {
-                let (fenced, total) = (u64::from(pool.num_fenced()), u64::from(pool.num_blocks()));
+                let (fenced, total) = (u64::from(self.pool.num_fenced()), u64::from(self.pool.num_blocks()));
                 return Err(Error::OutOfBlocks { needed, free, fenced, total, row: None, watermark });
             }
         }
@@ -327,50 +243,4 @@ impl BlockManager {
             reason: format!("{num_tokens} tokens, `max_sequence_length` is {most}"),
         })
     }
-}
-
-/// The extra keys of a sequence's block, encoded into `bytes`.
-pub(crate) fn encode_kept_items(chain: &Chain, block: usize, block_size: u64, bytes: &mut Vec<u8>) {
-    bytes.clear();
-    if let Some(kept) = &chain.items {
-        let start = block as u64 * block_size;
-        let first = kept.partition_point(|item| item.stop <= start);
-        let overlapping = kept[first..].iter().take_while(|item| item.start < start + block_size);
-        for item in overlapping {
-            crate::keys::encode_item(
-                &Item { start: item.start, stop: item.stop, key: &item.key },
-                start,
-                bytes,
-            );
-        }
-    }
-}
-
-fn check_items(prompt: &Prompt<'_>) -> Result<()> {
-    let num_tokens = prompt.token_ids.len() as u64;
-    let mut behind = 0;
-    for item in prompt.items {
-        if item.start < behind || item.start >= item.stop || item.stop > num_tokens {
-            let wanted = format!("sorted, disjoint (start, stop, key) within the {num_tokens} tokens");
-            return Err(Error::argument("items", wanted, format!("{} to {}", item.start, item.stop)));
-        }
-        behind = item.stop;
-    }
-    Ok(())
-}
-
-/// Token ids are 0 to 2³¹ − 1.
-pub(crate) fn check_token_ids(token_ids: &[TokenId], argument: &'static str) -> Result<()> {
-    // The whole slice at once, so that the loop is a few vector instructions; in four places at once, so that the cache
-    // misses of a prompt that is seen for the first time run side by side.
-    let (quarters, rest) = token_ids.split_at(token_ids.len() & !3);
-    let (left, right) = quarters.split_at(quarters.len() / 2);
-    let ((first, second), (third, fourth)) = (left.split_at(left.len() / 2), right.split_at(right.len() / 2));
-    let sides = first.iter().zip(second).zip(third.iter().zip(fourth));
-    let bits = sides.fold(0, |bits, ((a, b), (c, d))| bits | a | b | c | d);
-    if rest.iter().fold(bits, |bits, &id| bits | id) <= MAX_TOKEN_ID {
-        return Ok(());
-    }
-    let bad = token_ids.iter().find(|&&id| id > MAX_TOKEN_ID).copied().unwrap_or_default();
-    Err(Error::argument(argument, "a token id in 0..2^31-1", bad))
 }

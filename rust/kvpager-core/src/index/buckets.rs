@@ -1,4 +1,4 @@
-//! The table of the prefix index: from a hash to the blocks that may have it.
+//! The hash table of the prefix index: from a hash to the blocks that may have it.
 //!
 //! A bucket is half a cache line: six seats, each a byte of the hash (its *tag*) and a block, and a count of the entries
 //! that passed the bucket over because it was full. A look compares all tags in one word, so no branch depends on where
@@ -11,8 +11,8 @@
 //!
 //! Costs: O(1), one cache miss, nothing allocated after creation. 11 bytes a block: half of the seats are ever taken.
 
-use crate::BlockId;
-use crate::hash::Hash;
+use super::hash::Hash;
+use crate::ids::BlockId;
 
 /// Words of a bucket. The first two are eight bytes: the tags and the two of the count. The others are 1 + a block.
 const WORDS: usize = 8;
@@ -43,21 +43,22 @@ pub(crate) struct Gap {
 
 /// See the module header.
 #[derive(Clone, Debug)]
-pub(crate) struct Table {
+pub(crate) struct Buckets {
     /// Words and no struct, so that the memory comes zeroed from the system and is touched only as it is used.
     words: Vec<u32>,
     /// The word that the first bucket begins with, so that none lies across two lines of the cache.
     start: usize,
-    num_buckets: usize,
+    /// Buckets that there are.
+    len: usize,
 }
 
-impl Table {
+impl Buckets {
     /// The caller has found that there is memory.
     pub(crate) fn new(num_blocks: usize) -> Self {
-        let num_buckets = num_blocks.div_ceil(BLOCKS_EACH);
-        let words = vec![0; if num_blocks > 0 { (num_buckets + 1) * WORDS } else { 0 }];
+        let len = num_blocks.div_ceil(BLOCKS_EACH);
+        let words = vec![0; if num_blocks > 0 { (len + 1) * WORDS } else { 0 }];
         let start = words.as_ptr().align_offset(WORDS * size_of::<u32>()).min(WORDS);
-        Self { words, start, num_buckets }
+        Self { words, start, len }
     }
 
     /// The first block under this hash that `is_it`, or where an entry for it would go.
@@ -160,9 +161,9 @@ impl Table {
     /// How many entries there are, and the first bucket that counts its passes wrongly. `hash_of` a block that is in
     /// the table. O(table).
     pub(crate) fn recount(&self, hash_of: impl Fn(BlockId) -> Hash) -> (usize, Option<usize>) {
-        let mut passed = vec![0; self.num_buckets];
+        let mut passed = vec![0; self.len];
         let mut num_entries = 0;
-        for bucket in 0..self.num_buckets {
+        for bucket in 0..self.len {
             for &entry in self.bucket(bucket)[BLOCKS..].iter().filter(|&&entry| entry != 0) {
                 num_entries += 1;
                 let mut at = self.home(hash_of(entry - 1));
@@ -174,7 +175,7 @@ impl Table {
         }
         let counted = |bucket| bytes(self.bucket(bucket)) / PASS;
         let is_wrong = |&at: &usize| counted(at) != passed[at] && counted(at) < MOST_PASSES;
-        (num_entries, (0..self.num_buckets).find(is_wrong))
+        (num_entries, (0..self.len).find(is_wrong))
     }
 
     #[inline]
@@ -189,12 +190,12 @@ impl Table {
 
     #[inline]
     fn home(&self, hash: Hash) -> usize {
-        (((hash[0] >> 32) * self.num_buckets as u64) >> 32) as usize
+        (((hash[0] >> 32) * self.len as u64) >> 32) as usize
     }
 
     #[inline]
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.num_buckets { 0 } else { at + 1 }
+        if at + 1 == self.len { 0 } else { at + 1 }
     }
 }
 
@@ -236,14 +237,14 @@ mod tests {
 
     /// The hash of each block in the tests.
     struct Kept {
-        table: Table,
+        table: Buckets,
         hashes: Vec<Hash>,
     }
 
     impl Kept {
         fn new() -> Self {
-            let table = Table::new(6);
-            assert_eq!((table.num_buckets, (table.start * 4 + table.words.as_ptr() as usize) & 31), (2, 0));
+            let table = Buckets::new(6);
+            assert_eq!((table.len, (table.start * 4 + table.words.as_ptr() as usize) & 31), (2, 0));
             Self { table, hashes: vec![[0, 0]; 7] }
         }
 
@@ -319,6 +320,6 @@ mod tests {
         assert_eq!(kept.recount(), (1, Some(1)));
         kept.table.clear();
         assert_eq!(kept.recount(), (0, None));
-        assert!(Table::new(0).words.is_empty());
+        assert!(Buckets::new(0).words.is_empty());
     }
 }

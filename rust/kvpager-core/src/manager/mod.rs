@@ -1,32 +1,51 @@
-//! The public face: one manager of one pool. It owns the pool, the table of sequences and the ledger of copies, and
-//! changes them together. Here: sequences come, fork, shrink and go, and blocks are held outside of them. The appends
-//! stand in `append`, prompts in `admission`, commits in `commit`, pins in `pins`, epochs in `fences`, everything that only reads in `lookup` and `figures`, the audit in `audit`.
+//! The public face: one manager of one pool. It owns the data structures of the lower floor and changes them together.
+//!
+//! Here: sequences come, fork, shrink and go, and blocks are held outside of them. Prompts come in by `admission`, tokens
+//! by `append`, what is written is said by `commit`; `demand` settles what any of them takes. `batches` and `batch_step`
+//! drive a persistent batch. `pins` hold what is cached, `epochs` fence what is in flight. `questions` and `figures` only
+//! read, `audit` recounts everything. `scratch` is their memory.
 //!
 //! Each method says what it costs, what it refuses, and has an example that runs.
 
-use crate::admission::Matching;
-use crate::append::Scratch;
+mod admission;
+mod append;
+mod audit;
+mod batch_step;
+mod batches;
+mod commit;
+mod demand;
+mod epochs;
+mod figures;
+mod pins;
+mod questions;
+mod scratch;
+
+pub use admission::{Admission, AdmitOptions};
+use scratch::{Matching, Scratch};
+
 use crate::batch::Batches;
-use crate::config::MAX_SEQUENCE_ID;
+use crate::config::{Config, MAX_SEQUENCE_ID};
 use crate::copies::CopyLedger;
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, SequenceId};
 use crate::pins::Pins;
-use crate::pool::{HELD, Pool};
-use crate::sequence::SequenceTable;
+use crate::place::Writer;
+use crate::pool::Pool;
+use crate::sequences::{Place, SequenceTable};
 use crate::stats::Hits;
-use crate::{BlockId, Config, Error, Result, SequenceId};
 
 /// Maps the tokens of many sequences to the blocks of one pool. See the [crate] documentation for the design.
 #[derive(Clone, Debug)]
 pub struct BlockManager {
-    pub(crate) config: Config,
-    pub(crate) pool: Pool,
-    pub(crate) copies: CopyLedger,
-    pub(crate) sequences: SequenceTable,
-    pub(crate) pins: Pins,
-    pub(crate) hits: Hits,
-    pub(crate) scratch: Scratch,
-    pub(crate) matching: Matching,
-    pub(crate) batches: Batches,
+    config: Config,
+    pool: Pool,
+    copies: CopyLedger,
+    sequences: SequenceTable,
+    pins: Pins,
+    hits: Hits,
+    scratch: Scratch,
+    matching: Matching,
+    batches: Batches,
 }
 
 impl BlockManager {
@@ -102,19 +121,18 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(4, 2)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 3, &mut Vec::new())?;
+    /// manager.append_tokens(1, 3, None, &mut Vec::new())?;
     /// manager.release_sequence(1)?;
     /// assert_eq!(manager.free_blocks(), [0, 1, 2, 3]); // 1 was given back before 0
     /// assert!(manager.release_sequence(1).is_err());
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn release_sequence(&mut self, sequence_id: SequenceId) -> Result<()> {
-        let row = self.sequences.find(sequence_id)?;
-        self.batches.check_free(row, sequence_id)?;
-        self.give_back(row, 0);
-        let namespace = self.sequences.chains[row as usize].namespace;
-        self.pool.index.namespaces.release(namespace);
-        self.sequences.remove(row);
+        let place = self.sequences.find(sequence_id)?;
+        self.batches.check_free(place, sequence_id)?;
+        self.give_back(place, 0);
+        self.pool.index_mut().release_namespace(self.sequences.chain(place).namespace());
+        self.sequences.remove(place);
         Ok(())
     }
 
@@ -128,28 +146,21 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(4, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 9, &mut Vec::new())?;
+    /// manager.append_tokens(1, 9, None, &mut Vec::new())?;
     /// manager.truncate_sequence(1, 5)?;
     /// assert_eq!(manager.block_table(1)?, [0, 1]);
-    /// assert_eq!(manager.append_token(1)?, 5);
+    /// assert_eq!(manager.append_token(1, None)?, 5);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn truncate_sequence(&mut self, sequence_id: SequenceId, n: u64) -> Result<()> {
-        let row = self.sequences.find(sequence_id)?;
-        let length = self.sequences.rows[row as usize].length;
+        let place = self.sequences.find(sequence_id)?;
+        let length = self.sequences.counters(place).length();
         if n > length {
             return Err(Error::argument("n", format!("0 to {length} tokens"), n));
         }
-        self.close_direct(row);
-        self.give_back(row, self.config.blocks_for(n) as usize);
-        let sequence = &mut self.sequences.rows[row as usize];
-        sequence.length = n;
-        sequence.computed = sequence.computed.min(n);
-        sequence.close_run(); // the new tail may be shared
-        let (pool, block_size) = (&self.pool, self.config.block_size());
-        let SequenceTable { tables, chains, .. } = &mut self.sequences;
-        let table = &tables[row as usize];
-        chains[row as usize].truncate(n, block_size, || pool.index.tokens_of(table[table.len() - 1]));
+        self.give_back(place, self.config.blocks_for(n) as usize);
+        let index = self.pool.index();
+        self.sequences.truncate(place, n, self.config.block_size(), |block| index.tokens_of(block));
         Ok(())
     }
 
@@ -166,7 +177,7 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 6, &mut Vec::new())?;
+    /// manager.append_tokens(1, 6, None, &mut Vec::new())?;
     /// manager.fork_sequence(1, 2, Some(3))?;
     /// assert_eq!(manager.block_table(2)?, [0]);
     /// assert_eq!(manager.ref_count(0)?, 2);
@@ -178,36 +189,26 @@ impl BlockManager {
         child: SequenceId,
         num_tokens: Option<u64>,
     ) -> Result<()> {
-        let parent_row = self.sequences.find(parent)? as usize;
+        let place = self.sequences.find(parent)?;
         Self::check_id(child, "child")?;
         self.check_new(child)?;
-        let parent_length = self.sequences.rows[parent_row].length;
-        let num_tokens = num_tokens.unwrap_or(parent_length);
-        if num_tokens > parent_length {
-            return Err(Error::argument("num_tokens", format!("0 to {parent_length} tokens"), num_tokens));
+        let length = self.sequences.counters(place).length();
+        let num_tokens = num_tokens.unwrap_or(length);
+        if num_tokens > length {
+            return Err(Error::argument("num_tokens", format!("0 to {length} tokens"), num_tokens));
         }
         let num_shared = self.config.blocks_for(num_tokens) as usize;
-        self.check_no_copy_owed(parent, &self.sequences.tables[parent_row][..num_shared])?;
-        self.check_all_computed(parent_row as u32, num_shared)?;
+        self.check_no_copy_owed(parent, &self.sequences.table(place)[..num_shared])?;
+        self.check_all_computed(place, num_shared)?;
 
-        self.close_direct(parent_row as u32);
-        let child_row = self.sequences.insert(child) as usize;
-        let SequenceTable { rows, tables, chains, .. } = &mut self.sequences;
-        rows[parent_row].close_run(); // its tail may be shared from now on
-        let sequence = &mut rows[child_row];
-        sequence.length = num_tokens;
-        sequence.computed = num_tokens;
-        sequence.close_run();
-        let [source, table] = pair(tables, parent_row, child_row);
-        table.extend_from_slice(sequence, &source[..num_shared]);
-        for &block in &**table {
+        let child = self.sequences.insert(child);
+        let (index, block_size) = (self.pool.index(), self.config.block_size());
+        let cut = |block| index.tokens_of(block);
+        self.sequences.fork((place, child), num_tokens, num_shared, block_size, cut);
+        for &block in self.sequences.table(child) {
             self.pool.share(block);
         }
-        let [parent_chain, chain] = pair(chains, parent_row, child_row);
-        let index = &self.pool.index;
-        let cut = || index.tokens_of(table[num_shared - 1]);
-        chain.fork_from(parent_chain, num_tokens, self.config.block_size(), cut);
-        self.pool.index.namespaces.share(chain.namespace);
+        self.pool.index_mut().share_namespace(self.sequences.chain(child).namespace());
         Ok(())
     }
 
@@ -219,9 +220,9 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_token(1)?;
+    /// manager.append_token(1, None)?;
     /// manager.fork_sequence(1, 2, None)?;
-    /// manager.append_token(1)?;
+    /// manager.append_token(1, None)?;
     /// assert_eq!(manager.take_copies(), [(0, 1)]);
     /// assert_eq!(manager.take_copies(), []);
     /// # Ok::<(), kvpager_core::Error>(())
@@ -249,9 +250,7 @@ impl BlockManager {
         if self.pool.num_available() == 0 {
             return Err(self.pool.out_of_blocks(1, None));
         }
-        let block = self.pool.take();
-        self.pool.flags[block as usize] |= HELD;
-        Ok(block)
+        Ok(self.pool.hold())
     }
 
     /// Gives back a block that [`allocate_block`](Self::allocate_block) handed out. O(1).
@@ -270,11 +269,10 @@ impl BlockManager {
     /// ```
     pub fn free_block(&mut self, block: BlockId) -> Result<()> {
         self.check_block(block)?;
-        if !self.pool.has(block, HELD) {
+        if !self.pool.is_held(block) {
             return Err(Error::State { reason: format!("block {block} is not held by a caller") });
         }
-        self.pool.flags[block as usize] &= !HELD;
-        self.pool.drop_ref(block);
+        self.pool.let_go_of_held(block);
         Ok(())
     }
 
@@ -297,21 +295,21 @@ impl BlockManager {
 
     // ---- shared steps ----------------------------------------------------------------------------------------------
 
-    pub(crate) fn check_id(sequence_id: SequenceId, argument: &'static str) -> Result<()> {
+    fn check_id(sequence_id: SequenceId, argument: &'static str) -> Result<()> {
         if sequence_id > MAX_SEQUENCE_ID {
             return Err(Error::argument(argument, "an id in 0..2^63-1", sequence_id));
         }
         Ok(())
     }
 
-    pub(crate) fn check_new(&self, sequence_id: SequenceId) -> Result<()> {
+    fn check_new(&self, sequence_id: SequenceId) -> Result<()> {
         if self.sequences.contains(sequence_id) {
             return Err(Error::DuplicateSequence { sequence_id });
         }
         Ok(())
     }
 
-    pub(crate) fn check_block(&self, block: BlockId) -> Result<()> {
+    fn check_block(&self, block: BlockId) -> Result<()> {
         let last = self.config.num_blocks() - 1;
         if block > last {
             return Err(Error::argument("block_id", format!("a block in 0..{last}"), block));
@@ -320,7 +318,7 @@ impl BlockManager {
     }
 
     fn check_no_copy_owed(&self, parent: SequenceId, blocks: &[BlockId]) -> Result<()> {
-        if self.copies.len() == 0 {
+        if self.copies.is_empty() {
             return Ok(());
         }
         for &block in blocks {
@@ -336,11 +334,11 @@ impl BlockManager {
     }
 
     /// With the index, a fork would read what is not written if a shared block held an uncommitted position.
-    fn check_all_computed(&self, row: u32, num_shared: usize) -> Result<()> {
-        let sequence = self.sequences.view(row);
-        let computed = self.computed(row);
+    fn check_all_computed(&self, place: Place, num_shared: usize) -> Result<()> {
+        let sequence = self.sequences.view(place);
+        let computed = self.computed(place);
         let shared = (num_shared as u64).saturating_mul(self.config.block_size());
-        if sequence.length.min(shared) <= computed {
+        if sequence.length().min(shared) <= computed {
             return Ok(());
         }
         let block = sequence.table[(computed / self.config.block_size()) as usize];
@@ -351,15 +349,13 @@ impl BlockManager {
         Err(Error::State { reason })
     }
 
-    /// Gives back the blocks of a row from logical block `keep` on, last first. Sources of copies that are dropped with
-    /// their destinations lost their holders before these blocks do, so they become free first. (There is at most one:
-    /// a table never holds two untaken destinations, as only the tail is copied and no block behind an untaken
+    /// Gives back the blocks of a sequence from logical block `keep` on, last first. Sources of copies that are dropped
+    /// with their destinations lost their holders before these blocks do, so they become free first. (There is at most
+    /// one: a table never holds two untaken destinations, as only the tail is copied and no block behind an untaken
     /// destination can be shared.)
-    fn give_back(&mut self, row: u32, keep: usize) {
-        let SequenceTable { rows, tables, .. } = &mut self.sequences;
-        let table = &mut tables[row as usize];
-        let surplus = &table[keep..];
-        if self.copies.len() > 0 {
+    fn give_back(&mut self, place: Place, keep: usize) {
+        let surplus = &self.sequences.table(place)[keep..];
+        if !self.copies.is_empty() {
             for &block in surplus {
                 self.copies.drop_into(&mut self.pool, block);
             }
@@ -367,11 +363,20 @@ impl BlockManager {
         for &block in surplus.iter().rev() {
             self.pool.drop_ref(block);
         }
-        table.truncate(&mut rows[row as usize], keep);
+        self.sequences.truncate_table(place, keep);
     }
-}
 
-/// Two different rows at once.
-fn pair<T>(rows: &mut [T], first: usize, second: usize) -> [&mut T; 2] {
-    rows.get_disjoint_mut([first, second]).expect("two different rows of the table")
+    /// Tokens of the sequence whose keys and values are known to be written: without the index, all.
+    #[inline]
+    fn computed(&self, place: Place) -> u64 {
+        let counters = self.sequences.counters(place);
+        if self.config.prefix_caching() { counters.computed() } else { counters.length() }
+    }
+
+    /// What an append changes.
+    #[inline]
+    fn writer(&mut self) -> Writer<'_> {
+        let Self { config, pool, copies, sequences, .. } = self;
+        Writer { config, pool, copies, sequences }
+    }
 }

@@ -2,8 +2,11 @@
 //!
 //! Costs: O(1) to find a sequence or a token, O(what is written) otherwise.
 
-use crate::append::reserve_slots;
-use crate::{BlockId, BlockManager, Error, Result, SequenceId, Slot};
+use super::BlockManager;
+use super::append::reserve_slots;
+use crate::error::{Error, Result};
+use crate::ids::{BlockId, SequenceId, Slot};
+use crate::sequences::Place;
 
 impl BlockManager {
     /// The block and the offset in it of an existing token. O(1).
@@ -15,15 +18,15 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 6, &mut Vec::new())?;
+    /// manager.append_tokens(1, 6, None, &mut Vec::new())?;
     /// assert_eq!(manager.locate(1, 5)?, (1, 1));
     /// assert_eq!(manager.locate(1, 6).unwrap_err().to_string(), "position 6 is past the 6 tokens of sequence 1");
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn locate(&self, sequence_id: SequenceId, position: u64) -> Result<(BlockId, u64)> {
         let sequence = self.sequences.get(sequence_id)?;
-        if position >= sequence.length {
-            let length = sequence.length;
+        if position >= sequence.length() {
+            let length = sequence.length();
             let reason = format!("position {position} is past the {length} tokens of sequence {sequence_id}");
             return Err(Error::Slot { reason });
         }
@@ -40,7 +43,7 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 6, &mut Vec::new())?;
+    /// manager.append_tokens(1, 6, None, &mut Vec::new())?;
     /// let mut slots = Vec::new();
     /// manager.slots(1, 3, 6, &mut slots)?;
     /// assert_eq!(slots, [3, 4, 5]);
@@ -48,8 +51,8 @@ impl BlockManager {
     /// ```
     pub fn slots(&self, sequence_id: SequenceId, start: u64, stop: u64, slots: &mut Vec<Slot>) -> Result<()> {
         let sequence = self.sequences.get(sequence_id)?;
-        if start > stop || stop > sequence.length {
-            let length = sequence.length;
+        if start > stop || stop > sequence.length() {
+            let length = sequence.length();
             let reason = format!(
                 "positions {start} to {stop} are not a range of the {length} tokens of sequence {sequence_id}"
             );
@@ -81,7 +84,7 @@ impl BlockManager {
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn sequence_length(&self, sequence_id: SequenceId) -> Result<u64> {
-        self.sequences.get(sequence_id).map(|sequence| sequence.length)
+        self.sequences.get(sequence_id).map(|sequence| sequence.length())
     }
 
     /// The block table: logical block → physical block. O(1).
@@ -93,7 +96,7 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 9, &mut Vec::new())?;
+    /// manager.append_tokens(1, 9, None, &mut Vec::new())?;
     /// assert_eq!(manager.block_table(1)?, [0, 1, 2]);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
@@ -127,23 +130,23 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 9, &mut Vec::new())?;
+    /// manager.append_tokens(1, 9, None, &mut Vec::new())?;
     /// assert_eq!(manager.longest_table(&[1])?, 3);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
     pub fn longest_table(&self, ids: &[SequenceId]) -> Result<usize> {
         let mut longest = 0;
         for (at, &id) in ids.iter().enumerate() {
-            longest = longest.max(self.sequences.tables[self.row_near(id, at)?].len());
+            longest = longest.max(self.sequences.table(self.place_near(id, at)?).len());
         }
         Ok(longest)
     }
 
-    /// The row of the sequence named at place `at` of a batch, looked for where the last batch found its own.
+    /// Where the sequence named as number `at` of a batch lives, looked for where the last batch found its own.
     #[inline]
-    fn row_near(&self, sequence_id: SequenceId, at: usize) -> Result<usize> {
-        let guess = self.scratch.rows.get(at).copied().unwrap_or(u32::MAX);
-        Ok(self.sequences.find_near(sequence_id, guess)? as usize)
+    fn place_near(&self, sequence_id: SequenceId, at: usize) -> Result<Place> {
+        let guess = self.scratch.places.get(at).copied().unwrap_or(Place::NOWHERE);
+        self.sequences.find_near(sequence_id, guess)
     }
 
     /// Writes the tables of a batch into `out`, ids × `max_blocks` entries, row by row, each padded with −1.
@@ -157,7 +160,7 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 5, &mut Vec::new())?;
+    /// manager.append_tokens(1, 5, None, &mut Vec::new())?;
     /// let mut tables = [0; 3];
     /// manager.write_block_tables(&[1], 3, &mut tables)?;
     /// assert_eq!(tables, [0, 1, -1]);
@@ -166,44 +169,12 @@ impl BlockManager {
     pub fn write_block_tables(&self, ids: &[SequenceId], max_blocks: usize, out: &mut [i32]) -> Result<()> {
         self.check_tables(ids, max_blocks, out.len())?;
         for (at, (row, &id)) in out.chunks_exact_mut(max_blocks.max(1)).zip(ids).enumerate() {
-            let table = &*self.sequences.tables[self.row_near(id, at)?];
+            let table = self.sequences.table(self.place_near(id, at)?);
             let (entries, padding) = row.split_at_mut(table.len());
             for (entry, &block) in entries.iter_mut().zip(table) {
                 *entry = block as i32;
             }
             padding.fill(-1);
-        }
-        Ok(())
-    }
-
-    /// [`write_block_tables`](Self::write_block_tables) in the type of the tables, a sixth faster: rows are padded with
-    /// [`BlockId::MAX`], which has the bits of −1. O(ids × `max_blocks`).
-    ///
-    /// # Errors
-    /// Those of [`write_block_tables`](Self::write_block_tables).
-    ///
-    /// ```
-    /// # use kvpager_core::{BlockId, BlockManager, Config};
-    /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
-    /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 5, &mut Vec::new())?;
-    /// let mut tables = [0; 3];
-    /// manager.copy_block_tables(&[1], 3, &mut tables)?;
-    /// assert_eq!(tables, [0, 1, BlockId::MAX]);
-    /// # Ok::<(), kvpager_core::Error>(())
-    /// ```
-    pub fn copy_block_tables(
-        &self,
-        ids: &[SequenceId],
-        max_blocks: usize,
-        out: &mut [BlockId],
-    ) -> Result<()> {
-        self.check_tables(ids, max_blocks, out.len())?;
-        for (at, (row, &id)) in out.chunks_exact_mut(max_blocks.max(1)).zip(ids).enumerate() {
-            let table = &*self.sequences.tables[self.row_near(id, at)?];
-            let (entries, padding) = row.split_at_mut(table.len());
-            entries.copy_from_slice(table);
-            padding.fill(BlockId::MAX);
         }
         Ok(())
     }
@@ -232,7 +203,7 @@ impl BlockManager {
     /// # use kvpager_core::{BlockManager, Config};
     /// let mut manager = BlockManager::new(Config::new(8, 4)?)?;
     /// manager.create_sequence(1)?;
-    /// manager.append_tokens(1, 5, &mut Vec::new())?;
+    /// manager.append_tokens(1, 5, None, &mut Vec::new())?;
     /// let mut lengths = [0];
     /// manager.write_seq_lens(&[1], &mut lengths)?;
     /// assert_eq!(lengths, [5]);
@@ -243,7 +214,7 @@ impl BlockManager {
             return Err(Error::argument("out", format!("{} entries", ids.len()), out.len()));
         }
         for (at, (entry, &id)) in out.iter_mut().zip(ids).enumerate() {
-            let length = self.sequences.rows[self.row_near(id, at)?].length;
+            let length = self.sequences.counters(self.place_near(id, at)?).length();
             *entry = i32::try_from(length).map_err(|_| {
                 Error::argument(
                     "ids",

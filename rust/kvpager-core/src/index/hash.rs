@@ -10,7 +10,7 @@
 //!
 //! Costs: about 10 ns a block of 16 tokens.
 
-use crate::TokenId;
+use crate::ids::TokenId;
 
 /// 128 bits in two words.
 pub(crate) type Hash = [u64; 2];

@@ -5,58 +5,67 @@
 //! * live: ref ≥ 1; fenced: ref 0 and read by an untaken copy or (with fences) freed in an epoch that is not retired,
 //!   listed in the order in which they reached ref 0; cached: the rest of what the prefix index names, ordered by the
 //!   eviction policy; free: the rest;
-//! * free blocks are `returned` (a stack) and everything from `watermark` on, which has never been used. The order of
-//!   hand-out is the stack from its top, then the watermark upwards, then the victims of eviction: last freed first, a
+//! * free blocks are `returned` (a stack) and everything from `first_unused` on, which was never handed out. The order of
+//!   hand-out is the stack from its top, then from `first_unused` upwards, then the victims of eviction: last freed first, a
 //!   fresh pool gives 0, 1, 2, …;
 //! * `HELD` marks blocks that a caller took outside any sequence: one of their ref counts is that hold.
 //!
 //! Costs: every operation is O(1) and allocates nothing. The arrays start zeroed, so the memory of a large pool is
 //! touched only as its blocks come into use.
 
+mod audit;
+mod fences;
+
+#[cfg(test)]
+pub(crate) use audit::Planted;
+pub(crate) use audit::Recount;
+use fences::Fences;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
 use crate::eviction::Policy;
-use crate::fences::Fences;
-use crate::hash::Hash;
-use crate::index::{self, Gap, Index, Parent};
+use crate::ids::{BlockId, TokenId};
+use crate::index::{self, Content, Gap, Index, Parent};
+use crate::info::BlockState;
 use crate::links::{Links, List};
-use crate::{BlockId, Config, Error, EvictionPolicy, Result, TokenId};
 
 /// A caller took the block outside any sequence.
-pub(crate) const HELD: u8 = 1;
+const HELD: u8 = 1;
 /// The block has a node in the prefix index.
-pub(crate) const INDEXED: u8 = 2;
+const INDEXED: u8 = 2;
 /// The block is in the fenced list.
-pub(crate) const FENCED: u8 = 4;
+const FENCED: u8 = 4;
 /// While fenced: its epoch is that of a copy taken out of it, later than the one in which it reached ref 0.
-pub(crate) const TAKEN: u8 = 8;
+const TAKEN: u8 = 8;
 
 /// Victims that are looked at before the first is evicted: what the nearest cache holds for sure.
 const MOST_LOOKED_AT: u64 = 128;
 
-/// Bytes of bookkeeping for each block without the index: ref count, pins, two links, owed source, stack entry (u32
+/// Bytes of bookkeeping for each block without the index: ref count, readers, two links, owed source, stack entry (u32
 /// each) and flags.
 const BYTES_PER_BLOCK: usize = 6 * size_of::<u32>() + size_of::<u8>();
 
 /// See the module header.
 #[derive(Clone, Debug)]
 pub(crate) struct Pool {
-    pub(crate) ref_counts: Vec<u32>,
+    ref_counts: Vec<u32>,
     /// Untaken copies that read the block.
-    pub(crate) pins: Vec<u32>,
+    num_readers: Vec<u32>,
     /// [`HELD`], [`INDEXED`], [`FENCED`], [`TAKEN`].
-    pub(crate) flags: Vec<u8>,
-    pub(crate) returned: Vec<BlockId>,
+    flags: Vec<u8>,
+    returned: Vec<BlockId>,
     /// First block that has never been handed out.
-    pub(crate) watermark: u32,
-    pub(crate) links: Links,
-    pub(crate) fences: Fences,
-    pub(crate) cached: Policy,
-    pub(crate) index: Index,
+    first_unused: u32,
+    links: Links,
+    fences: Fences,
+    cached: Policy,
+    index: Index,
     /// During a batch: tails with children in the index when it began. They are copied before a write, even if what
     /// hangs on them is evicted meanwhile, so that the demand is what was settled.
-    pub(crate) copy_first: Vec<BlockId>,
-    pub(crate) live: u32,
-    pub(crate) peak_live: u32,
-    pub(crate) num_evictions: u64,
+    copy_first: Vec<BlockId>,
+    live: u32,
+    peak_live: u32,
+    num_evictions: u64,
 }
 
 impl Pool {
@@ -73,13 +82,13 @@ impl Pool {
         }
         Ok(Self {
             ref_counts: vec![0; num_blocks],
-            pins: vec![0; num_blocks],
+            num_readers: vec![0; num_blocks],
             flags: vec![0; num_blocks],
             returned: Vec::with_capacity(num_blocks),
-            watermark: 0,
+            first_unused: 0,
             links: Links::new(config.num_blocks()),
             fences: Fences::new(config),
-            cached: Policy::new(config),
+            cached: Policy::new(config.eviction_policy(), config.num_blocks()),
             index: Index::new(config),
             copy_first: Vec::new(),
             live: 0,
@@ -95,7 +104,7 @@ impl Pool {
     /// Blocks that nobody holds, reads or could find again.
     #[inline]
     pub(crate) fn num_free(&self) -> u32 {
-        self.returned.len() as u32 + (self.num_blocks() - self.watermark)
+        self.returned.len() as u32 + (self.num_blocks() - self.first_unused)
     }
 
     /// Blocks that can be handed out now: the free ones first, then by eviction the cached ones.
@@ -105,8 +114,48 @@ impl Pool {
     }
 
     pub(crate) fn num_fenced(&self) -> u32 {
-        self.fences.list.len()
+        self.fences.len()
     }
+
+    pub(crate) fn num_cached(&self) -> u32 {
+        self.cached.len()
+    }
+
+    /// Blocks with at least one holder.
+    #[inline]
+    pub(crate) fn num_live(&self) -> u32 {
+        self.live
+    }
+
+    pub(crate) fn peak_live(&self) -> u32 {
+        self.peak_live
+    }
+
+    pub(crate) fn num_evictions(&self) -> u64 {
+        self.num_evictions
+    }
+
+    /// The links of all lists of blocks; the ledger of copies has its list there, too.
+    pub(crate) fn links(&self) -> &Links {
+        &self.links
+    }
+
+    pub(crate) fn links_mut(&mut self) -> &mut Links {
+        &mut self.links
+    }
+
+    #[inline]
+    pub(crate) fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// For keys and namespaces; nodes come and go through the pool.
+    #[inline]
+    pub(crate) fn index_mut(&mut self) -> &mut Index {
+        &mut self.index
+    }
+
+    // ---- one block -------------------------------------------------------------------------------------------------
 
     #[inline]
     pub(crate) fn ref_count(&self, block: BlockId) -> u32 {
@@ -114,8 +163,38 @@ impl Pool {
     }
 
     #[inline]
-    pub(crate) fn has(&self, block: BlockId, flag: u8) -> bool {
+    fn has(&self, block: BlockId, flag: u8) -> bool {
         self.flags[block as usize] & flag != 0
+    }
+
+    /// Whether a caller took the block outside any sequence.
+    pub(crate) fn is_held(&self, block: BlockId) -> bool {
+        self.has(block, HELD)
+    }
+
+    /// Whether the index has a node for the block.
+    #[inline]
+    pub(crate) fn is_indexed(&self, block: BlockId) -> bool {
+        self.has(block, INDEXED)
+    }
+
+    /// What the block is at this moment.
+    #[inline]
+    pub(crate) fn state(&self, block: BlockId) -> BlockState {
+        if self.ref_count(block) > 0 {
+            BlockState::Live
+        } else if self.has(block, FENCED) {
+            BlockState::Fenced
+        } else if self.has(block, INDEXED) {
+            BlockState::Cached
+        } else {
+            BlockState::Free
+        }
+    }
+
+    /// Of a cached block: how many are evicted before it. O(cached).
+    pub(crate) fn eviction_rank(&self, block: BlockId) -> Option<usize> {
+        self.cached.order(&self.links).iter().position(|&cached| cached == block)
     }
 
     /// Whether a node of the index hangs on `block`: then it is copied before a write, whoever holds it.
@@ -124,7 +203,7 @@ impl Pool {
         self.has(block, INDEXED) && !self.index.is_leaf(block)
     }
 
-    /// Whether the one holder among `ref_count` who writes now must leave `block` for a copy.
+    /// Whether a holder who writes into `block` now must write into a copy of it.
     #[inline]
     pub(crate) fn must_copy(&self, block: BlockId) -> bool {
         self.ref_count(block) > 1
@@ -132,14 +211,27 @@ impl Pool {
             || (!self.copy_first.is_empty() && self.copy_first.contains(&block))
     }
 
+    /// Until [`end_batch`](Self::end_batch): `block`, a tail with children in the index now, is copied before a write.
+    pub(crate) fn copy_first(&mut self, block: BlockId) {
+        self.copy_first.push(block);
+    }
+
+    /// The batched append is done.
+    #[inline]
+    pub(crate) fn end_batch(&mut self) {
+        self.copy_first.clear();
+    }
+
+    // ---- hand-out --------------------------------------------------------------------------------------------------
+
     /// Hands out a block with ref count 1. The caller has settled that there is one.
     #[inline]
     pub(crate) fn take(&mut self) -> BlockId {
         let block = match self.returned.pop() {
             Some(block) => block,
-            None if self.watermark < self.num_blocks() => {
-                self.watermark += 1;
-                self.watermark - 1
+            None if self.first_unused < self.num_blocks() => {
+                self.first_unused += 1;
+                self.first_unused - 1
             }
             None => self.evict(),
         };
@@ -174,6 +266,21 @@ impl Pool {
         victim
     }
 
+    /// Hands out a block to a caller, outside any sequence.
+    pub(crate) fn hold(&mut self) -> BlockId {
+        let block = self.take();
+        self.flags[block as usize] |= HELD;
+        block
+    }
+
+    /// Takes a block back that a caller holds.
+    pub(crate) fn let_go_of_held(&mut self, block: BlockId) {
+        self.flags[block as usize] &= !HELD;
+        self.drop_ref(block);
+    }
+
+    // ---- holders ---------------------------------------------------------------------------------------------------
+
     /// One more table names a live block.
     #[inline]
     pub(crate) fn share(&mut self, block: BlockId) {
@@ -188,9 +295,8 @@ impl Pool {
         if *ref_count == 1 {
             self.live += 1;
             self.peak_live = self.peak_live.max(self.live);
-            if self.flags[block as usize] & FENCED != 0 {
-                self.fences.list.remove(&mut self.links, block);
-                self.flags[block as usize] &= !(FENCED | TAKEN);
+            if self.has(block, FENCED) {
+                self.leave_fence(block);
             } else {
                 self.cached.remove(&mut self.links, block);
             }
@@ -204,7 +310,7 @@ impl Pool {
         *ref_count -= 1;
         if *ref_count == 0 {
             self.live -= 1;
-            if self.fences.are_on || self.pins[block as usize] > 0 {
+            if self.fences.are_on() || self.num_readers[block as usize] > 0 {
                 self.fence(block);
             } else {
                 self.let_go(block);
@@ -214,7 +320,7 @@ impl Pool {
 
     /// `block` has no holder, and nothing that is under way touches it.
     #[inline]
-    pub(crate) fn let_go(&mut self, block: BlockId) {
+    fn let_go(&mut self, block: BlockId) {
         if self.flags[block as usize] & INDEXED != 0 {
             self.cached.insert(&mut self.links, block);
         } else {
@@ -222,33 +328,19 @@ impl Pool {
         }
     }
 
-    /// Makes `block`, which is live, a node of the index.
+    /// An admission has found the content of `block`, which is live now.
     #[inline]
-    pub(crate) fn insert(
-        &mut self,
-        gap: Gap,
-        block: BlockId,
-        parent: &Parent,
-        hash: Hash,
-        token_ids: &[TokenId],
-        key: u32,
-    ) -> Parent {
-        self.index.tokens_mut(block).copy_from_slice(token_ids);
-        self.insert_in_place(gap, block, parent, hash, key)
+    pub(crate) fn hit(&mut self, block: BlockId) {
+        self.cached.hit(block);
     }
 
-    /// [`insert`](Self::insert) where the index has the tokens already.
+    // ---- nodes -----------------------------------------------------------------------------------------------------
+
+    /// Makes `block`, which is live, a node of the index at the gap that was found for its content.
     #[inline]
-    pub(crate) fn insert_in_place(
-        &mut self,
-        gap: Gap,
-        block: BlockId,
-        parent: &Parent,
-        hash: Hash,
-        key: u32,
-    ) -> Parent {
+    pub(crate) fn insert(&mut self, gap: Gap, block: BlockId, content: &Content<'_>) -> Parent {
         self.flags[block as usize] |= INDEXED;
-        self.index.insert(gap, block, parent, hash, key)
+        self.index.insert(gap, block, content)
     }
 
     /// Drops the node of `block`, which has no children and is in no list of the policy.
@@ -264,7 +356,7 @@ impl Pool {
         while let Some(block) = self.cached.pop_victim(&mut self.links) {
             self.returned.push(block);
         }
-        for block in 0..self.watermark {
+        for block in 0..self.first_unused {
             if self.has(block, INDEXED) {
                 self.flags[block as usize] &= !INDEXED;
                 self.cached.forget(block);
@@ -275,7 +367,7 @@ impl Pool {
 
     /// The blocks that can be handed out, in the order of hand-out. O(free + cached).
     pub(crate) fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let free = self.returned.iter().rev().copied().chain(self.watermark..self.num_blocks());
+        let free = self.returned.iter().rev().copied().chain(self.first_unused..self.num_blocks());
         free.chain(self.cached.order(&self.links))
     }
 
@@ -301,7 +393,7 @@ fn bytes_for(config: &Config) -> Option<usize> {
         per_block = (per_block + index::BYTES_PER_BLOCK).checked_add(token_bytes)?;
     }
     per_block = per_block.checked_add(Fences::bytes_per_block(config))?;
-    per_block = per_block.checked_add(usize::from(config.eviction_policy() == EvictionPolicy::Slru))?;
+    per_block = per_block.checked_add(config.eviction_policy().bytes_per_block())?;
     per_block.checked_mul(config.num_blocks() as usize)
 }
 
@@ -309,14 +401,16 @@ fn bytes_for(config: &Config) -> Option<usize> {
 #[expect(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
+    use crate::eviction::EvictionPolicy;
 
     #[test]
     fn a_block_costs_at_most_96_bytes() {
         let config = Config::new(1_000, 16).unwrap();
         assert_eq!(bytes_for(&config), Some(25_000));
-        let all =
-            config.with_prefix_caching(true).with_fences(true).with_eviction_policy(EvictionPolicy::Slru);
         let token_bytes = 1_000 * 16 * size_of::<TokenId>();
-        assert!(bytes_for(&all).unwrap() - token_bytes <= 96_000);
+        for &policy in EvictionPolicy::ALL {
+            let all = config.with_prefix_caching(true).with_fences(true).with_eviction_policy(policy);
+            assert!(bytes_for(&all).unwrap() - token_bytes <= 96_000, "{policy:?}");
+        }
     }
 }
