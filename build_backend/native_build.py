@@ -10,6 +10,9 @@ A source named `*.isa.cpp` is compiled once for each instruction set; the librar
 every type of codes in the list of csrc/types.h.
 
 What is missing is said in the report, never raised: without the library kvpager runs on its reference kernels.
+
+Longer than 300 lines, because it is loaded by path, from a checkout and from the sources in the wheel: one file that
+imports nothing beside it.
 """
 
 import argparse

@@ -6,14 +6,12 @@ docstring or in the comment above it.
 
 import ast
 import re
-import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from repository import ROOT, before_tests, tracked_files
 
-ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "python"
 COLUMNS, FUNCTION_LINES = 120, 50
 FILE_LINES = {".rs": 400, ".py": 300, ".h": 300, ".cpp": 300, ".cuh": 300, ".cu": 300}
@@ -120,18 +118,6 @@ def test_a_circle_is_found() -> None:
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def tracked_files() -> tuple[Path, ...]:
-    """What git tracks, or would if it were added; each file that is there."""
-    done = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip("not a checkout of git")
-    return tuple(path for line in done.stdout.splitlines() if (path := ROOT / line).is_file())
-
-
 def sources(*suffixes: str) -> list[Path]:
     folders = tuple(f"{ROOT / folder}/" for folder in SIZED)
     return [path for path in tracked_files() if path.suffix in suffixes and str(path).startswith(folders)]
@@ -202,11 +188,6 @@ def functions_of(path: Path) -> Iterator[tuple[str, int, str]]:
         return python_functions(path)
     head = RUST_HEAD if path.suffix == ".rs" else C_HEAD
     return braced_functions(before_tests(path), head)
-
-
-def before_tests(path: Path) -> str:
-    """A source up to the tests that it carries."""
-    return re.split(r"\n#\[cfg\(test\)\]\nmod \w+ \{", path.read_text())[0]
 
 
 def test_functions_are_short_or_say_why() -> None:

@@ -2,7 +2,7 @@
 //!
 //! Six workloads of an engine (`workloads.rs` defines them), on two sides: `ours.rs` is `kvpager-core` through its
 //! public calls, `floor.rs` the least that could do the same work, without what makes it right. The ratio says what
-//! being right costs; the bar is 1.3.
+//! being right costs; the bar is 2.0 (`docs/metadata-plane.md` says why).
 //!
 //! ```text
 //! cargo bench --bench metadata                       the table

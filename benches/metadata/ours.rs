@@ -51,8 +51,8 @@ pub(crate) fn lifecycle(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter
     });
 }
 
-/// The same with `step_batch`, which writes tables, lengths, starts and slots, and lists the new table entries; with
-/// `indexed` it is followed by `commit_rows`, which brings the ids.
+/// The same with a batch's `step`, which writes tables, lengths, starts and slots, and lists the new table entries;
+/// with `indexed` it is followed by `commit`, which brings the ids.
 pub(crate) fn steps(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter) {
     let mut manager = manager(APPEND_POOL, indexed);
     for id in 0..BATCH as u64 {
@@ -63,10 +63,18 @@ pub(crate) fn steps(indexed: bool, generated: &[Vec<u32>], meter: &mut Meter) {
     meter.region(row, NUM_STEPS, || {
         for tokens in generated {
             let mut sets = memory.each_mut().map(BatchMemory::lend);
-            manager.step_batch(batch, &mut sets, None, None).expect("the pool is large enough");
+            manager
+                .batch(batch)
+                .expect("it exists")
+                .step(&mut sets, None, None)
+                .expect("the pool is large enough");
             black_box(&memory);
             if indexed {
-                manager.commit_rows(batch, None, Some(tokens)).expect("they were appended");
+                manager
+                    .batch(batch)
+                    .expect("it exists")
+                    .commit(None, Some(tokens))
+                    .expect("they were appended");
             }
         }
     });
@@ -83,7 +91,7 @@ fn batch_of_all(manager: &mut BlockManager) -> ([BatchMemory; 2], BatchId) {
     let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
     let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).expect("they fit");
     for id in manager.sequence_ids() {
-        manager.add_to_batch(batch, id).expect("there is a row for each");
+        manager.batch(batch).expect("it exists").add(id).expect("there is a row for each");
     }
     (memory, batch)
 }
@@ -141,7 +149,11 @@ pub(crate) fn decode(meter: &mut Meter) {
     let (mut memory, batch) = batch_of_all(&mut manager);
     let mut step = || {
         let mut sets = memory.each_mut().map(BatchMemory::lend);
-        manager.step_batch(batch, &mut sets, None, None).expect("the pool is large enough");
+        manager
+            .batch(batch)
+            .expect("it exists")
+            .step(&mut sets, None, None)
+            .expect("the pool is large enough");
         black_box(&memory);
     };
     // The first step of each set writes it whole.

@@ -5,7 +5,7 @@ parameter, what is no integer a `TypeError`. Every call is all-or-nothing; costs
 """
 
 from collections.abc import Iterable
-from typing import Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, final, overload, type_check_only
+from typing import ClassVar, Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, final, overload, type_check_only
 
 import torch
 from typing_extensions import Buffer, disjoint_base
@@ -41,6 +41,7 @@ __version__: Final[str]
 class KVBlockManager:
     """The block manager in Rust: maps the tokens of many sequences to the blocks of one pool."""
 
+    eviction_policies: ClassVar[tuple[str, ...]]
     def __new__(
         cls,
         num_physical_blocks: SupportsIndex,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvpager import LLM, SamplingParams
 from kvpager.cli import app
-from kvpager.cli.chat import converse, typed_lines
+from kvpager.cli.chat import converse, piped_lines, typed_lines
 from kvpager.cli.plan import Plan, describe, make_plan
 from kvpager.config import EngineConfig
 from kvpager.errors import ConfigError
@@ -107,6 +107,25 @@ def test_lines_end_with_the_input(end: type[BaseException]) -> None:
             raise end from None
 
     assert list(typed_lines(ask)) == ["one", "two"]
+
+
+def test_f224_a_line_that_is_no_utf8_is_refused_and_the_chat_goes_on(llm: LLM) -> None:
+    lines = piped_lines(io.BytesIO(b"\xff\xfe hello\n/clear\nWhat?\n"))
+    messages, shown = talk(llm, *lines)
+    assert [message["content"] for message in messages[:1]] == ["What?"]
+    assert shown.startswith("(that line is no UTF-8 and was not read)\n(forgotten)\n")
+
+
+def test_f224_a_typed_line_that_is_no_utf8_does_not_end_the_chat() -> None:
+    answers: list[Any] = [UnicodeDecodeError("utf-8", b"a\xff", 1, 2, "invalid start byte"), "two", EOFError()]
+
+    def ask(_prompt: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    assert list(typed_lines(ask)) == ["a\udcff", "two"]
 
 
 @pytest.mark.parametrize("settings", [(), ("--kv-cache-dtype", "int8", "--eviction-policy", "slru")])

@@ -1,5 +1,6 @@
 """`LLM`: what goes in and comes out, who waits for whom, and that no block is ever lost."""
 
+import json
 import logging
 import re
 import shutil
@@ -389,6 +390,24 @@ def test_a_folder_without_a_tokenizer_takes_token_ids(lab: Any) -> None:
         llm.generate("a")
     with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
         llm.encode_chat([{"role": "user", "content": "a"}])
+
+
+def test_f216_a_folder_whose_tokenizer_can_not_be_used(
+    lab: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(lab.folder("16-8"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"decoder": {"type": "Metaspace"}}))
+    llm = LLM(tmp_path / "model", num_blocks=8)
+    assert llm.tokenizer is None
+    assert "decoder of type Metaspace" in caplog.text
+    assert len(llm.generate([3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
+    for refused in ("a", SamplingParams(stop="a")):
+        with pytest.raises(
+            ArgumentError, match=r"as the model's tokenizer can't be used: .* decoder of type Metaspace"
+        ):
+            llm.generate(*((refused,) if isinstance(refused, str) else ([3], refused)))
+    with pytest.raises(ConfigError, match="a conversation is text, and the model's tokenizer can't be used"):
+        llm.chat([{"role": "user", "content": "a"}])
 
 
 def test_chat(llm: LLM) -> None:

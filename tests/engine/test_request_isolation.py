@@ -66,7 +66,7 @@ def test_f202_the_scheduler_refuses_what_it_cannot_rank(llm: LLM) -> None:
     from kvpager.scheduler import Sequence
 
     for wrong in ({"priority": "high"}, {"salt": 5}):
-        with pytest.raises(ArgumentError, match="`priority`|`cache_salt`"):
+        with pytest.raises(ArgumentError, match=r"`priority`|`cache_salt`"):
             llm.engine.scheduler.add(Sequence(10**6, [5], 4, **wrong))
 
 

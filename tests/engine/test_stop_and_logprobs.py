@@ -53,7 +53,7 @@ def test_f222_the_text_of_an_end_token(llm: LLM, include: bool) -> None:
 
 
 def test_f223_log_probabilities_name_their_tokens(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=3, logprobs=300, prompt_logprobs=2))
+    (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=3, logprobs=10**6, prompt_logprobs=2))
     assert llm.tokenizer is not None
     positions = [*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())[1:]]
     for position in positions:
@@ -77,9 +77,7 @@ def test_f225_a_salt_of_a_caller_is_never_the_engines(llm: LLM) -> None:
     assert output.num_cached_tokens == 0
 
 
-def test_f226_prompt_log_probabilities_are_made_a_piece_at_a_time(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f226_prompt_log_probabilities_are_made_a_piece_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, params = list(range(5, 45)), SamplingParams(max_tokens=1, prompt_logprobs=3)
     (whole,) = llm.generate(prompt, params)
     vocab_size, sizes = llm.model_config.vocab_size, []

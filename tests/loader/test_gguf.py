@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvpager import LLM, SamplingParams
 from kvpager.config import ModelConfig, RopeFactors
-from kvpager.errors import ConfigError
+from kvpager.errors import ArgumentError, ConfigError
 from kvpager.loader import BUNDLED_MODEL, open_model, resolve_model
 from kvpager.models import DecoderForCausalLM
 from kvpager.models.rotary import inverse_frequencies
@@ -311,3 +312,38 @@ def test_where_a_file_is_found(lab: Any, tmp_path: Path) -> None:
         resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(tmp_path) == tmp_path
+
+
+def test_f213_a_stored_head_is_the_head(lab: Any, tmp_path: Path) -> None:
+    """The file says nothing of tying but by the head that it stores or not."""
+    path = write_gguf(lab.folder("14-2"), tmp_path / "model.gguf")
+    stored = load_file(lab.folder("14-2") / "model.safetensors")
+    assert not torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert torch.equal(load(path)["lm_head.weight"], stored["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(3, (2, 1, 5)), (4, (2, 1, 5)), (1, (2, 1))])
+def test_f215_an_end_of_turn_is_known_by_its_text(lab: Any, tmp_path: Path, kind: int, ends: tuple[int, ...]) -> None:
+    """Only where it is a token of its own kind: the same characters put together by merges end nothing."""
+
+    def fields(writer: Any) -> None:
+        texts = [f"t{number}" for number in range(199)]
+        texts[5] = "<|im_end|>"
+        writer.add_token_list(texts)
+        writer.add_token_types([kind if number == 5 else 1 for number in range(199)])
+
+    path = write_gguf(lab.folder("8-2"), tmp_path / "model.gguf", fields=fields)
+    assert open_model(path).config.eos_token_ids == ends
+
+
+def test_f216_a_file_whose_tokenizer_can_not_be_used(lab: Any, tmp_path: Path) -> None:
+    def fields(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"t{number}" for number in range(199)])
+
+    llm = LLM(write_gguf(lab.folder("8-2"), tmp_path / "model.gguf", fields=fields), num_blocks=8)
+    assert len(llm.generate([3, 4, 5], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+    with pytest.raises(
+        ArgumentError, match=r"token ids, as the model's tokenizer can't be used: .*is llama; supported"
+    ):
+        llm.generate("a text")

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kvpager import LLM
 from kvpager.cache import PagedKVCache
 from kvpager.config import CacheConfig, ModelConfig
 from kvpager.errors import ConfigError
-from kvpager.loader import BUNDLED_MODEL, load_parameters, resolve_model
+from kvpager.loader import BUNDLED_MODEL, load_parameters, open_model, resolve_model
 from kvpager.models import DecoderForCausalLM
 from kvpager.verify import forward_eager
 
@@ -251,10 +252,31 @@ def test_b114_tied_and_untied_heads(lab: Any, altered: Callable[..., Path], case
     assert not torch.equal(embedding, head)
     drop = case == "tied"
     folder = altered(lambda t: t.pop("lm_head.weight") if drop else None, tie_word_embeddings=case != "untied")
-    expected = transformers_logits(lab, head if case == "untied" else embedding)
+    expected = transformers_logits(lab, embedding if case == "tied" else head)
     assert float((last_logits(folder) - expected).abs().max()) <= 1e-4
-    other = transformers_logits(lab, embedding if case == "untied" else head)
+    other = transformers_logits(lab, head if case == "tied" else embedding)
     assert float((last_logits(folder) - other).abs().max()) > 0.1
+
+
+def test_f213_a_stored_head_beside_the_tied_flag_is_used_as_transformers_does(
+    altered: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = altered(unchanged, tie_word_embeddings=True)
+    files = open_model(folder)
+    assert not files.config.tie_word_embeddings
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "kvpager"]
+    assert "says `tie_word_embeddings` and stores a head that is not the embedding: the stored head is used" in warning
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(theirs.get_output_embeddings().weight, stored)
+    assert torch.equal(load(folder)["lm_head.weight"], stored)
+
+
+def test_f213_a_stored_head_that_is_the_embedding_stays_tied(altered: Callable[..., Path]) -> None:
+    def copy_embedding(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    assert "lm_head.weight" not in load(altered(copy_embedding, tie_word_embeddings=True))
 
 
 def test_b114_an_untied_model_needs_its_head(altered: Callable[..., Path]) -> None:

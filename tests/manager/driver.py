@@ -8,6 +8,7 @@ what must be true of the bytes. Token ids are drawn from three values, in prompt
 from array import array
 from dataclasses import dataclass, field
 
+from kvpager._core import KVBlockManager
 from kvpager.errors import KVPagerError
 
 STATS = (
@@ -46,7 +47,7 @@ def random_world(rng, num_blocks, block_size):
     options = {
         "enable_prefix_caching": rng.random() < 0.85,
         "fences": rng.random() < 0.4,
-        "eviction_policy": rng.choice(("lru", "slru")),
+        "eviction_policy": rng.choice(KVBlockManager.eviction_policies),
         "watermark_blocks": min(num_blocks, rng.choice((0, 0, 0, 0, 1, 2))),
         "max_pinned_blocks": rng.choice((None, None, min(num_blocks, 1), min(num_blocks, 2))),
         "max_sequence_length": rng.choice((None, None, None, num_blocks * block_size // 2 + 1)),

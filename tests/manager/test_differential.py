@@ -165,7 +165,7 @@ worlds = st.builds(
         {
             "enable_prefix_caching": st.just(True),
             "fences": st.booleans(),
-            "eviction_policy": st.sampled_from(["lru", "slru"]),
+            "eviction_policy": st.sampled_from(kvpager.manager.KVBlockManager.eviction_policies),
         }
     ),
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvpager import KVBlockManager, reference
 from kvpager.errors import (
     ArgumentError,
     ConfigError,
@@ -124,8 +125,14 @@ def test_settings_of_another_kind(make, arguments, text):
 
 
 def test_an_unknown_policy(make):
-    with pytest.raises(ConfigError, match="`eviction_policy`: wanted `lru` or `slru`, got 5"):
+    *others, last = (f"`{name}`" for name in KVBlockManager.eviction_policies)
+    with pytest.raises(ConfigError) as caught:
         make(4, 4, eviction_policy=5)
+    assert str(caught.value) == f"`eviction_policy`: wanted {', '.join(others)} or {last}, got 5"
+
+
+def test_both_implementations_have_the_same_policies():
+    assert tuple(reference.eviction.POLICIES) == KVBlockManager.eviction_policies
 
 
 def test_f230_none_is_the_default(make, observe):

@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from kvpager._core import KVBlockManager
 from kvpager.errors import ArgumentError, OutOfBlocksError, SequenceTooLongError, StateError
 
 
@@ -26,7 +27,7 @@ def take(manager, sequence_id, n=1):
     manager.append_tokens(sequence_id, n * manager.block_size)
 
 
-@pytest.mark.parametrize("eviction_policy", ["lru", "slru"])
+@pytest.mark.parametrize("eviction_policy", KVBlockManager.eviction_policies)
 def test_b039_tail_goes_first(make_caching, eviction_policy):
     for _ in range(100):
         manager = make_caching(3, 4, eviction_policy=eviction_policy)

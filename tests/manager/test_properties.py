@@ -10,6 +10,7 @@ from itertools import takewhile
 
 import pytest
 
+from kvpager import KVBlockManager
 from kvpager.errors import KVPagerError, OutOfBlocksError, SequenceTooLongError
 
 WORLDS = [(num_blocks, size) for num_blocks in (1, 2, 3, 4, 6) for size in (1, 2, 4)]
@@ -145,7 +146,7 @@ def test_property_1_ownership_accounting(make_caching, observe, num_blocks, size
 
 
 @pytest.mark.parametrize(("num_blocks", "size"), WORLDS)
-@pytest.mark.parametrize("eviction_policy", ["lru", "slru"])
+@pytest.mark.parametrize("eviction_policy", KVBlockManager.eviction_policies)
 def test_property_2_and_5_no_stale_identity_and_no_write_into_shared_data(
     make_caching, num_blocks, size, eviction_policy
 ):
@@ -246,7 +247,7 @@ def test_property_4_boundary_arithmetic(make_caching, size):
             assert again.slots.tolist() == manager.slots(2, hits, length)
 
 
-@pytest.mark.parametrize("eviction_policy", ["lru", "slru"])
+@pytest.mark.parametrize("eviction_policy", KVBlockManager.eviction_policies)
 @pytest.mark.parametrize("size", [1, 2])
 def test_property_6_eviction_and_pinning(make_caching, eviction_policy, size):
     """Victims are cached, in the order of the model, a tail before what it continues; k blocks evict exactly k."""

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpager import KVBlockManager
 from kvpager.errors import ArgumentError, ConfigError, OutOfBlocksError, SequenceTooLongError, StateError
 from kvpager.scheduler import Status
 
@@ -212,7 +213,7 @@ def test_the_watermark_is_kept_while_others_run_and_waived_else(worlds: Any) -> 
     assert [s.sequence_id for s in world.ended] == [1, 2]
 
 
-@pytest.mark.parametrize("eviction_policy", ["lru", "slru"])
+@pytest.mark.parametrize("eviction_policy", KVBlockManager.eviction_policies)
 def test_f231_a_refusal_leaves_order_and_counters_alone(worlds: Any, eviction_policy: str) -> None:
     """The first who waits would find 8 tokens, but does not fit beside the watermark of those who run."""
     world = worlds.make(8, 4, watermark_blocks=3, eviction_policy=eviction_policy)

@@ -90,8 +90,8 @@ def test_a_cut_character_is_flushed_once() -> None:
 @pytest.mark.parametrize(
     ("stops", "min_tokens", "expected"),
     [
-        (("lo 世",), 2, (["He", "", "", "", ""], "lo 世")),  # begins in the second token, ends above the floor
-        (("lo", "lo 世"), 2, (["He", "", "", "", ""], "lo 世")),  # the shorter one ends below it
+        (("lo 世",), 2, (["Hel", "", "", "", ""], "lo 世")),  # begins in the second token, ends above the floor
+        (("lo", "lo 世"), 2, (["Hel", "", "", "", ""], "lo 世")),  # the shorter one ends below it
         (("l", "lo 世!"), 2, (["He", "l", "lo 世 wor", "", ""], "l")),  # one that ends in held text below doesn't count
         (("Hello",), 2, (["", "Hello ", "世", " wor", "ld", " end", ""], None)),  # all of it below
     ],

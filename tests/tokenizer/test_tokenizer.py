@@ -1,12 +1,14 @@
 """Text to ids and back, in pieces and at once; chat templates."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from kvpager.errors import ArgumentError, ConfigError
 from kvpager.loader import BUNDLED_MODEL
@@ -171,3 +173,64 @@ def test_a_decoder_in_a_sequence_is_found(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.decode(tokenizer.encode("Return a string")) == "Return a string"
+
+
+def test_f211_stored_truncation_and_padding_are_reset(tmp_path: Path) -> None:
+    content = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "Return a list of the names in the current local scope"
+    assert Tokenizer.from_folder(tmp_path).encode(text) == TOKENIZER.encode(text)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}A:{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
+        "{%- for m in messages -%}\nA:{%- generation -%} {{ m.content }} {%- endgeneration -%}!{%- endfor -%}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% endgeneration %}{{ x }}",
+    ],
+)
+def test_f212_a_generation_tag_changes_nothing(tmp_path: Path, template: str) -> None:
+    bare = re.sub(r"\{%(-?) (end)?generation (-?)%\}", r"{%\1 if true \3%}", template, count=1)
+    bare = re.sub(r"\{%(-?) endgeneration (-?)%\}", r"{%\1 endif \2%}", bare)
+    tagged, plain = (
+        Tokenizer.from_folder(folder_with(tmp_path, chat_template=each)).apply_chat_template(USER)
+        for each in (template, bare)
+    )
+    assert tagged == plain
+    assert "What is a list?" in tagged
+
+
+@pytest.mark.parametrize(("text", "special"), [("naïve", False), ("¡ñ", True), ("a b", False), ("世界", False)])
+def test_f221_an_added_token_decodes_to_its_own_text(tmp_path: Path, text: str, special: bool) -> None:
+    content = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    token = max(content["model"]["vocab"].values()) + 1
+    content["added_tokens"].append(
+        {"id": token, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": special}
+    )  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    (found,) = tokenizer.encode(text)
+    assert found == token
+    assert tokenizer.token_bytes(token, skip_special_tokens=False) == text.encode()
+    assert tokenizer.decode([token], skip_special_tokens=False) == tokenizer.token_text(token) == text
+    assert tokenizer.decode([token]) == ("" if special else text)
+
+
+def test_f224_a_lone_surrogate_is_no_text() -> None:
+    with pytest.raises(ArgumentError, match="`text`: wanted text without lone surrogates, got one at character 1"):
+        TOKENIZER.encode("a\ud800")
+
+
+def test_decode_is_the_librarys_for_tokens_of_the_alphabet() -> None:
+    library = HuggingFaceTokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    for ids in ([5, 9, 300, 1, 2047, 77], list(range(3, 2048))):
+        for skip in (True, False):
+            assert TOKENIZER.decode(ids, skip_special_tokens=skip) == library.decode(ids, skip_special_tokens=skip)

@@ -8,6 +8,9 @@
 // The product of rows of K and queries takes a few tokens at once, with sums that stay in vectors and are reduced four
 // at a time. The product of weights and rows of V keeps a tile of the head dim in registers over the whole chunk. The
 // online softmax rescales once a chunk. product.h has the arithmetic.
+//
+// Longer than 300 lines, because both sweeps and the softmax between them share one walk over a chunk, with its groups
+// and its prefetches.
 #include "kernel.h"
 
 #include "product.h"

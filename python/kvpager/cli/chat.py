@@ -95,6 +95,6 @@ def typed_lines(ask: Callable[[str], str]) -> Iterable[str]:
 
 
 def piped_lines(stream: BinaryIO) -> Iterable[str]:
-    """Lines of a file or a pipe; bytes that are no UTF-8 come as lone surrogates, so that one bad line costs no other."""
+    """Lines of a file or a pipe; bytes that are no UTF-8 come as lone surrogates: one bad line costs no other."""
     for line in stream:
         yield line.decode("utf-8", "surrogateescape")

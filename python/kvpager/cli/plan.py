@@ -22,23 +22,23 @@ class Plan:
         dtype: of the weights, and of all arithmetic.
         cache_dtype: of the cache.
         weight_bytes, cache_bytes: of the weights, and of the whole pool.
-        prompt_logprob_bytes: taken for a moment, at most, where a request asks for `prompt_logprobs`.
         bytes_per_block: of the cache, all layers, scales included.
         block_size, num_blocks: of the pool.
         max_model_len: positions that the model has.
         available_bytes: memory that the device has to give now; None where unknown.
+        prompt_logprob_bytes: taken for a moment, at most, where a request asks for `prompt_logprobs`.
     """
 
     num_parameters: int
     dtype: str
     cache_dtype: str
     weight_bytes: int
-    prompt_logprob_bytes: int
     bytes_per_block: int
     block_size: int
     num_blocks: int
     max_model_len: int
     available_bytes: int | None
+    prompt_logprob_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:

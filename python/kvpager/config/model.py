@@ -42,7 +42,9 @@ _DEFAULTS: dict[str, object] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": Fal
 _QWEN: dict[str, object] = {**_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32_768}
 _LLAMA: dict[str, object] = {**_DEFAULTS, "max_position_embeddings": 2_048, "eos_token_id": 2}
 FAMILIES: Mapping[str, _Family] = {
-    "Qwen3ForCausalLM": _Family("qwen3", False, True, {**_EVERYWHERE, "attention_bias": False}, {**_QWEN, "head_dim": 128}),
+    "Qwen3ForCausalLM": _Family(
+        "qwen3", False, True, {**_EVERYWHERE, "attention_bias": False}, {**_QWEN, "head_dim": 128}
+    ),
     "Qwen2ForCausalLM": _Family("qwen2", True, False, _EVERYWHERE, _QWEN),
     "LlamaForCausalLM": _Family(
         "llama", False, False, {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False}, _LLAMA

@@ -27,7 +27,7 @@ _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 # Tokens that end a turn, known by their texts: many files name one end-of-text token, and it is not the chat's.
 END_OF_TURN_TEXTS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>",
-    "<end_of_turn>", "<end_of_utterance>", "<|eot|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>",
+    "<end_of_turn>", "<end_of_utterance>", "<|eot|>", "<EOT>", "_<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 _ADDED_TYPES = (3, 4)  # of `tokenizer.ggml.token_type`: control and user-defined, which no merge makes
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -3,7 +3,7 @@
 Every op writes into tensors it is given and returns nothing, so a captured graph or a compiled step allocates nothing.
 The caches are HND, [N, K, S, D], with any strides over the first three dimensions; the wrappers turn NHD into views.
 
-The kernels are the native library's (csrc/ops.cpp, csrc/cuda/). Where it has none for a device, the reference is
+The kernels are the native library's (csrc/cpu/, csrc/cuda/). Where it has none for a device, the reference is
 registered instead. The kernels check what they are given, so a good call pays for nothing twice: the checks here word
 what a kernel refused, and stand before the reference.
 """

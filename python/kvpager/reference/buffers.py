@@ -60,11 +60,16 @@ class _CallersBuffer:
         self._out, self._view = out, view
 
     def fill(self, values: list[int]) -> Any:
-        if values:  # a view of nothing can't be cast
-            flat = self._view.cast("B").cast(cast("Any", self._view.format))
-            for position, value in enumerate(values):
-                flat[position] = value
+        fill_front(self._view, values)
         return self._out
+
+
+def fill_front(view: memoryview, values: list[int]) -> None:
+    """Write `values` to the front of a buffer of any shape."""
+    if values:  # a view of nothing can't be cast
+        flat = view.cast("B").cast(cast("Any", view.format))
+        for position, value in enumerate(values):
+            flat[position] = value
 
 
 def open_target(out: Any, device: Any, kind: str, shape: tuple[int, ...]) -> _NewTensor | _CallersBuffer:

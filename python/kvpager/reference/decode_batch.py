@@ -35,6 +35,7 @@ from kvpager.reference.arguments import (
     read_token_ids,
 )
 from kvpager.reference.block_manager import KVBlockManager
+from kvpager.reference.buffers import fill_front
 from kvpager.reference.snapshots import BatchBuffers, BatchStep
 
 MAX_INT32 = 2**31 - 1
@@ -182,7 +183,7 @@ class DecodeBatch:
         turn = self._turn
         self._write(turn, tables, [sequence.length for sequence in sequences], starts, slots)
         if len(changes) <= self.max_changes:
-            _fill(self._views[turn]["changed"], [number for change in changes for number in change])
+            fill_front(self._views[turn]["changed"], [number for change in changes for number in change])
         self._shown = tables + [[] for _ in range(self.max_rows - len(tables))]
         self._new_rows.clear()
         self._invalid = False
@@ -237,10 +238,10 @@ class DecodeBatch:
         views, num_rows = self._views[turn], self.max_rows
         padded = [table + [-1] * (self.max_blocks - len(table)) for table in tables]
         padded += [[-1] * self.max_blocks] * (num_rows - len(tables))
-        _fill(views["block_tables"], [block for row in padded for block in row])
-        _fill(views["seq_lens"], lengths + [0] * (num_rows - len(lengths)))
-        _fill(views["query_start_loc"], starts + [starts[-1]] * (num_rows + 1 - len(starts)))
-        _fill(views["slot_mapping"], slots + [-1] * (self.max_tokens - len(slots)))
+        fill_front(views["block_tables"], [block for row in padded for block in row])
+        fill_front(views["seq_lens"], lengths + [0] * (num_rows - len(lengths)))
+        fill_front(views["query_start_loc"], starts + [starts[-1]] * (num_rows + 1 - len(starts)))
+        fill_front(views["slot_mapping"], slots + [-1] * (self.max_tokens - len(slots)))
 
 
 def _open_set(argument: str, buffers: BatchBuffers) -> dict[str, memoryview]:
@@ -292,14 +293,6 @@ def _refuse_shared_memory(sets: tuple[dict[str, memoryview], ...]) -> None:
     for (_, stop), (start, _) in pairwise(spans):
         if start < stop:
             raise ArgumentError("second", "buffers that share no memory", "overlapping ones")
-
-
-def _fill(view: memoryview, values: list[int]) -> None:
-    """Write `values` to the front of a buffer of any shape."""
-    if values:
-        flat = view.cast("B").cast(view.format)  # type: ignore[call-overload]
-        for position, value in enumerate(values):
-            flat[position] = value
 
 
 def _free_rows(sequence_ids: list[int], rows: dict[int, int]) -> None:

@@ -1,11 +1,11 @@
 """Questions: where a token is, what the pool looks like, how full it is. Nothing here changes anything."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvpager.errors import ArgumentError, SlotError
 from kvpager.reference.arguments import ID, read_natural, read_position
 from kvpager.reference.audit import find_broken_invariants
-from kvpager.reference.snapshots import BlockInfo, PoolStats, SequenceState, SequenceView
+from kvpager.reference.snapshots import BlockInfo, PoolStats, SequenceState
 from kvpager.reference.state import ManagerState
 
 
@@ -164,3 +164,26 @@ class Questions(ManagerState):
         counts += [f"{len(pool.fenced)} fenced", f"{len(pool.free)} free"]
         shape = f"{self.num_blocks} blocks of {self.block_size} tokens"
         return f"reference.KVBlockManager({shape}: {', '.join(counts)}; {len(self._sequences)} sequences)"
+
+
+class SequenceView(Mapping[int, SequenceState]):
+    """All sequences by id, read-only. The view follows the manager; the values it gives don't."""
+
+    def __init__(self, manager: Questions) -> None:
+        self._manager = manager
+
+    def __getitem__(self, sequence_id: int) -> SequenceState:
+        try:
+            table = tuple(self._manager.block_table(sequence_id))
+        except (ArgumentError, TypeError):  # not even an id
+            raise KeyError(sequence_id) from None
+        return SequenceState(sequence_id, self._manager.sequence_length(sequence_id), table)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._manager.sequence_ids())
+
+    def __len__(self) -> int:
+        return self._manager.num_sequences
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

@@ -1,13 +1,7 @@
 """What a manager tells about itself: frozen values that later calls don't change."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from kvpager.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from kvpager.reference.questions import Questions
+from typing import Any, NamedTuple
 
 
 class Admission(NamedTuple):
@@ -81,26 +75,3 @@ class BatchStep:
     num_tokens: int
     num_changes: int
     upload_table: bool  # `changed` does not hold them all
-
-
-class SequenceView(Mapping[int, SequenceState]):
-    """All sequences by id, read-only. The view follows the manager; the values it gives don't."""
-
-    def __init__(self, manager: "Questions") -> None:
-        self._manager = manager
-
-    def __getitem__(self, sequence_id: int) -> SequenceState:
-        try:
-            table = tuple(self._manager.block_table(sequence_id))
-        except (ArgumentError, TypeError):  # not even an id
-            raise KeyError(sequence_id) from None
-        return SequenceState(sequence_id, self._manager.sequence_length(sequence_id), table)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._manager.sequence_ids())
-
-    def __len__(self) -> int:
-        return self._manager.num_sequences
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

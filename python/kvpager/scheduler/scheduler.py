@@ -304,8 +304,9 @@ class Scheduler:
 
     def _fork(self, parent: Sequence) -> tuple[Sequence, int]:
         """Begin the forks of a prompt: they share its blocks, and copy the last one when they write into it."""
-        num_forks = 0
-        for fork in list(parent.pending):
+        num_forks, forks = 0, parent.pending
+        parent.pending = [*forks]
+        for fork in forks:
             try:
                 self.manager.fork_sequence(parent.sequence_id, fork.sequence_id)
                 self._add_row(fork, len(parent.token_ids))

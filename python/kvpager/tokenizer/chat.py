@@ -55,7 +55,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(Extension):
     """``{% generation %}`` marks an assistant's words for training; its body is rendered as without the tag."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (jinja2 wants a set)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -1,7 +1,7 @@
 //! What a sequence knows of its tokens, and how far the prefix index follows it.
 //!
-//! Ids are known or not: those of a prompt are kept whole from the start, others come with an append or a commit, and
-//! a position whose id never came stays a gap. Blocks enter the index one after the other, `num_indexed` of them so far;
+//! Ids are known or not: those of a prompt are kept whole from the start, others come with an append or a commit, and a
+//! position whose id never came stays a gap. Blocks enter the index one after the other, `num_indexed` of them so far;
 //! the first that can't ends it for good (until a truncation takes that block away). What entered has its ids in the
 //! index, so they are dropped here: `base` is the position of the first id that is kept, a block boundary.
 //!

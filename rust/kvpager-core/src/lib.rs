@@ -21,19 +21,19 @@
 //! ```
 //!
 //! * **Structure of arrays.** All a block has is a few `u32` at its index ([`config::Config`] bounds the ids to 31
-//!   bits): ref count, readers, two list links, the source of a copy owed into it; with the index a 48-byte node
-//!   and its token ids. At most 96 bytes a block, token ids aside. No allocation per block, no pointer, no hash of a block
+//!   bits): ref count, readers, two list links, the source of a copy owed into it; with the index a 48-byte node and
+//!   its token ids. At most 96 bytes a block, token ids aside. No allocation per block, no pointer, no hash of a block
 //!   id. A pool of any size is made in O(1) touched memory: blocks never used before are one number, not entries.
 //! * **Free list.** A stack: O(1), last freed first, so what was touched last is handed out while it is warm.
 //! * **Copy-on-write.** Sharing is by ref count ([`BlockManager::fork_sequence`]). The first writer of a shared tail
 //!   gets a block of its own and owes the copy as a `(source, destination)` pair; whoever moves the bytes asks for the
-//!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source has a reader: with no holder left
-//!   it is *fenced*, not free.
+//!   pairs ([`BlockManager::take_copies`]) before the next write. Until then the source has a reader: with no holder
+//!   left it is *fenced*, not free.
 //! * **Prefix index.** Exact: a node is its parent, its tokens and its extra keys, and a hit compares them; the 128-bit
 //!   chain hash only finds the candidate ([`BlockManager::admit`]). Only committed blocks enter
 //!   ([`BlockManager::commit`]), duplicates collapse onto the block that is there.
-//! * **Eviction.** Cached blocks stay findable until their space is needed; leaves go before their parents, under LRU or
-//!   a policy that scans can't flush ([`EvictionPolicy`]).
+//! * **Eviction.** Cached blocks stay findable until their space is needed; leaves go before their parents, under LRU
+//!   or a policy that scans can't flush ([`EvictionPolicy`]).
 //! * **Fences.** What work in flight may touch is not handed out ([`BlockManager::retire`]).
 //! * **Open runs.** A sequence remembers how many positions of its tail it may write without looking at the pool, so
 //!   that an append is one hash, one compare and two additions. Whatever may change the answer (a fork, a rollback)
@@ -47,9 +47,9 @@
 //!
 //! *Data structures*, lowest first. Fields are private; a module's methods are all that others can do to its state.
 //!
-//! 1. [`ids`](BlockId), [`error`], [`info`] and [`stats`] are the words; `links` are lists threaded through
-//!    arrays; [`eviction`](EvictionPolicy) orders what is cached; [`config`] is the validated shape; [`prompt`](Prompt) is
-//!    what comes in.
+//! 1. [`ids`](BlockId), [`error`], [`info`] and [`stats`] are the words; `links` are lists threaded through arrays;
+//!    [`eviction`](EvictionPolicy) orders what is cached; [`config`] is the validated shape; [`prompt`](Prompt) is what
+//!    comes in.
 //! 2. `index` finds content: `hash` and `keys` name it, `buckets` look it up.
 //! 3. `pool` decides the state of each block; its `fences` keep what is in flight.
 //! 4. `copies` is the ledger of owed pairs, `pins` the held prefixes, `chain` what a sequence knows of its tokens,
@@ -101,7 +101,7 @@ pub use error::{Error, Result};
 pub use eviction::EvictionPolicy;
 pub use ids::{BlockId, SequenceId, Slot, TokenId};
 pub use info::{BlockInfo, BlockState};
-pub use manager::{Admission, AdmitOptions, BlockManager};
+pub use manager::{Admission, AdmitOptions, BatchMut, BlockManager};
 pub use pins::PinId;
 pub use prompt::{Item, Prompt};
 pub use stats::Stats;

@@ -47,8 +47,8 @@ impl Writer<'_> {
     }
 
     /// Makes the position at the length and the rest of its block writable by this sequence alone: opens a block, or
-    /// leaves a shared tail, or one with children in the index, for a copy, or finds that the tail is its own, which then
-    /// leaves the index.
+    /// leaves a shared tail, or one with children in the index, for a copy, or finds that the tail is its own, which
+    /// then leaves the index.
     fn open_tail(&mut self, place: Place) {
         let Self { config, pool, copies, sequences } = self;
         let (block_size, length) = (config.block_size(), sequences.counters(place).length());

@@ -1,13 +1,16 @@
 //! The table of sequences: ids, lengths, block tables, and what each knows of its tokens.
 //!
 //! A sequence has a [`Place`] in a slab; the id is hashed once per call to find it, and everything after that goes by
-//! place. What an append needs is half a cache line, [`SequenceCounters`]; the block table and the [`Chain`] stand beside
-//! it under the same place. Places of released sequences are used again, together with the memory of their tables.
+//! place. What an append needs is half a cache line, [`SequenceCounters`]; the block table and the [`Chain`] stand
+//! beside it under the same place. Places of released sequences are used again, together with the memory of their
+//! tables.
 //!
-//! Invariants: every entry of a table below the mark of its counters is what a batch last showed; so a table changes only
-//! through the methods here, which keep the mark.
+//! Invariants: every entry of a table below the mark of its counters is what a batch last showed; so a table changes
+//! only through the methods here, which keep the mark.
 //!
 //! Costs: create, look up and remove are O(1).
+//!
+//! Longer than 400 lines, because every method that changes a table stands here: it has to keep the mark.
 
 use std::ops::Deref;
 
@@ -62,7 +65,8 @@ pub(crate) struct SequenceCounters {
     /// While the tail has open positions: what must be added to one of its positions for the slot. So an append writes
     /// the length and nothing else of the sequence.
     slot_base: Slot,
-    /// Every entry of the table below this column is what it was when the mark was last taken; [`UNCHANGED`] if all are.
+    /// Every entry of the table below this column is what it was when the mark was last taken; [`UNCHANGED`] if all
+    /// are.
     changed_from: u32,
     /// The low bits of the position up to which the tail block may be written without looking at the pool: see
     /// [`open`](Self::open).

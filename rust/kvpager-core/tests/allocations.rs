@@ -87,12 +87,16 @@ fn decode(
     let (originals, forks) = ids.split_at(ids.len() / 2);
     for (&id, &fork) in originals.iter().zip(forks) {
         manager.create_sequence(id).unwrap();
-        manager.add_to_batch(batch, id).unwrap();
+        manager.batch(batch).unwrap().add(id).unwrap();
         manager.fork_sequence(id, fork, None).unwrap();
-        manager.add_to_batch(batch, fork).unwrap();
+        manager.batch(batch).unwrap().add(fork).unwrap();
     }
     let mut step = |manager: &mut BlockManager, counts: Option<&[u64]>| {
-        manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), counts, None).is_err()
+        manager
+            .batch(batch)
+            .unwrap()
+            .step(&mut memory.each_mut().map(BatchMemory::lend), counts, None)
+            .is_err()
     };
     let num_refused = (0..20).filter(|_| step(manager, None)).count();
     assert!(num_refused > 0, "the exact demand was counted too");
@@ -100,10 +104,10 @@ fn decode(
         manager.truncate_sequence(id, 2).unwrap();
     }
     assert!(!step(manager, Some(counts)));
-    manager.commit_rows(batch, None, None).unwrap();
-    manager.invalidate_batch(batch).unwrap();
+    manager.batch(batch).unwrap().commit(None, None).unwrap();
+    manager.batch(batch).unwrap().invalidate().unwrap();
     for &id in ids {
-        manager.remove_from_batch(batch, id).unwrap();
+        manager.batch(batch).unwrap().remove(id).unwrap();
         manager.release_sequence(id).unwrap();
     }
     step(manager, None);
@@ -141,18 +145,18 @@ fn a_warm_batch_with_the_index_allocates_nothing() {
             slots.clear();
             let prompt = [1, 2, 3, 4, life % 5, 6];
             manager.admit(id, &Prompt::new(&prompt), &AdmitOptions::default(), &mut slots).unwrap();
-            manager.add_to_batch(batch, id).unwrap();
+            manager.batch(batch).unwrap().add(id).unwrap();
         }
         for step in 0..6 {
             let token_ids = [step, step, step, life % 7];
             let mut sets = memory.each_mut().map(BatchMemory::lend);
-            manager.step_batch(batch, &mut sets, None, Some(&token_ids)).unwrap();
-            manager.commit_rows(batch, None, None).unwrap();
+            manager.batch(batch).unwrap().step(&mut sets, None, Some(&token_ids)).unwrap();
+            manager.batch(batch).unwrap().commit(None, None).unwrap();
             let epoch = manager.advance_epoch().unwrap();
             manager.retire(epoch).unwrap();
         }
         for id in 0..4 {
-            manager.remove_from_batch(batch, id).unwrap();
+            manager.batch(batch).unwrap().remove(id).unwrap();
             manager.release_sequence(id).unwrap();
         }
     };

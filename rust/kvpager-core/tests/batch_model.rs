@@ -198,7 +198,8 @@ impl Subject {
             self.ids.iter().map(|&id| self.manager.sequence_length(id).unwrap()).collect();
         let before = self.memory.clone();
         let num_copies = self.manager.stats().num_copies;
-        let answer = self.manager.step_batch(self.batch, &mut lend(&mut self.memory), counts, token_ids);
+        let answer =
+            self.manager.batch(self.batch).unwrap().step(&mut lend(&mut self.memory), counts, token_ids);
         let step = match (answer.map_err(without_words), refusal) {
             (Ok(step), None) => step,
             (Err(error), Some(refusal)) => {
@@ -277,7 +278,7 @@ impl Subject {
 
     fn add(&mut self, id: SequenceId) {
         let BatchShape { max_rows, max_blocks, .. } = self.world.shape;
-        let answer = self.manager.add_to_batch(self.batch, id);
+        let answer = self.manager.batch(self.batch).unwrap().add(id);
         let expected = match self.manager.block_table(id) {
             Err(error) => Err(error),
             Ok(_) if self.ids.contains(&id) || self.ids.len() == max_rows => {
@@ -295,7 +296,7 @@ impl Subject {
     }
 
     fn remove(&mut self, id: SequenceId) {
-        let answer = self.manager.remove_from_batch(self.batch, id).map_err(without_words);
+        let answer = self.manager.batch(self.batch).unwrap().remove(id).map_err(without_words);
         let Some(row) = self.ids.iter().position(|&member| member == id) else {
             assert!(matches!(answer, Err(Error::State { .. } | Error::UnknownSequence { .. })));
             return;
@@ -320,7 +321,7 @@ impl Subject {
             self.ids.iter().map(|&id| manager.block_table(id).unwrap().to_vec()).collect()
         };
         let before = tables(&self.manager);
-        let answer = self.manager.commit_rows(self.batch, ns, token_ids);
+        let answer = self.manager.batch(self.batch).unwrap().commit(ns, token_ids);
         assert_eq!(answer.map_err(without_words), expected.clone().map_err(without_words));
         assert_eq!(self.manager.stats(), by_id.stats());
         let after = tables(&self.manager);
@@ -404,7 +405,7 @@ impl Subject {
                 self.commit(Some(&ns), token_ids);
             }
             Operation::Invalidate => {
-                self.manager.invalidate_batch(self.batch).unwrap();
+                self.manager.batch(self.batch).unwrap().invalidate().unwrap();
                 let row = self.ids.len();
                 self.new_rows.extend(0..row);
                 self.is_invalid = true;
@@ -434,7 +435,8 @@ fn operation() -> impl Strategy<Value = Operation> {
     let raw = || 0..64_usize;
     prop_oneof![
         4 => raw().prop_map(Operation::Create),
-        4 => (raw(), prop::collection::vec((0..9 as TokenId).prop_map(|raw| raw / 8), 0..9)).prop_map(|(id, ids)| Operation::Admit(id, ids)),
+        4 => (raw(), prop::collection::vec((0..9 as TokenId).prop_map(|raw| raw / 8), 0..9))
+            .prop_map(|(id, ids)| Operation::Admit(id, ids)),
         6 => (raw(), raw(), raw()).prop_map(|(parent, child, n)| Operation::Fork(parent, child, n)),
         5 => raw().prop_map(Operation::Release),
         6 => (raw(), raw()).prop_map(|(id, n)| Operation::Truncate(id, n)),
@@ -496,7 +498,9 @@ fn both_sets_and_the_changes_agree_with_a_naive_rebuild() {
                 assert!(
                     subject
                         .manager
-                        .batch_sequence_ids(subject.batch)
+                        .batch(subject.batch)
+                        .unwrap()
+                        .sequence_ids()
                         .unwrap()
                         .eq(subject.ids.iter().copied())
                 );

@@ -2,9 +2,9 @@
 //!
 //! A module is what `lib.rs` declares: a file, or a folder, whose files are its parts and share its private fields. An
 //! import is a path in a `use crate::` line, or a `crate::` path in code; tests and comments do not count. It points to
-//! the module that defines the name: a name at the top of the crate to the one that `lib.rs` exports it from. [`FLOORS`]
-//! is the order in which `lib.rs` says to read. Among the parts of a folder, `mod.rs` may name every part and be named
-//! by it; the others must not name each other in a circle.
+//! the module that defines the name: a name at the top of the crate to the one that `lib.rs` exports it from.
+//! [`FLOORS`] is the order in which `lib.rs` says to read. Among the parts of a folder, `mod.rs` may name every part
+//! and be named by it; the others must not name each other in a circle.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

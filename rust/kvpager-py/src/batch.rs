@@ -52,7 +52,7 @@ impl DecodeBatch {
     /// `SequenceTooLongError` if `block_tables` has too few columns for it.
     fn add(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<usize> {
         let id = read_sequence_id(sequence_id)?;
-        self.manager.get().call(py, 0, |manager| manager.add_to_batch(self.batch, id))
+        self.manager.get().call(py, 0, |manager| manager.batch(self.batch)?.add(id))
     }
 
     /// Take a sequence out; the last row moves into the hole. (The row it had, the sequence that has it now: None if it
@@ -61,7 +61,7 @@ impl DecodeBatch {
     /// Raises `UnknownSequenceError`; `StateError` if it is no row of this batch.
     fn remove(&self, py: Python<'_>, sequence_id: &Bound<'_, PyAny>) -> PyResult<(usize, Option<u64>)> {
         let id = read_sequence_id(sequence_id)?;
-        self.manager.get().call(py, 0, |manager| manager.remove_from_batch(self.batch, id))
+        self.manager.get().call(py, 0, |manager| manager.batch(self.batch)?.remove(id))
     }
 
     /// Append one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, and write the set whose turn
@@ -88,7 +88,7 @@ impl DecodeBatch {
         let step = self.manager.get().call(py, work, |manager| {
             // SAFETY: under the lock of the only manager that has this batch.
             let mut sets = unsafe { self.sets.lend() };
-            manager.step_batch(self.batch, &mut sets, counts, token_ids.as_deref())
+            manager.batch(self.batch)?.step(&mut sets, counts, token_ids.as_deref())
         })?;
         Ok(step.into())
     }
@@ -107,25 +107,25 @@ impl DecodeBatch {
         let work = token_ids.as_ref().map_or(0, Vec::len) as u64;
         self.manager
             .get()
-            .call(py, work, |manager| manager.commit_rows(self.batch, ns.as_deref(), token_ids.as_deref()))
+            .call(py, work, |manager| manager.batch(self.batch)?.commit(ns.as_deref(), token_ids.as_deref()))
     }
 
-    /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full at
-    /// its next turn, and the next step says to upload the table. O(rows).
+    /// Say that what the sets and the device show is unknown, as somebody wrote over them. Each set is written in full
+    /// at its next turn, and the next step says to upload the table. O(rows).
     fn invalidate(&self, py: Python<'_>) -> PyResult<()> {
-        self.manager.get().call(py, 0, |manager| manager.invalidate_batch(self.batch))
+        self.manager.get().call(py, 0, |manager| manager.batch(self.batch)?.invalidate())
     }
 
     /// Rows in use: 0 to `num_rows` - 1. O(1).
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<usize> {
-        self.manager.get().call(py, 0, |manager| Ok(manager.batch_sequence_ids(self.batch)?.len()))
+        self.manager.get().call(py, 0, |manager| Ok(manager.batch(self.batch)?.sequence_ids()?.len()))
     }
 
     /// The sequence of each row. O(rows).
     #[getter]
     fn sequence_ids(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.manager.get().call(py, 0, |manager| Ok(manager.batch_sequence_ids(self.batch)?.collect()))
+        self.manager.get().call(py, 0, |manager| Ok(manager.batch(self.batch)?.sequence_ids()?.collect()))
     }
 
     /// B: sequences at once.

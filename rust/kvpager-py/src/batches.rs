@@ -13,8 +13,8 @@ use crate::tensors::{fill_new, refuse_device};
 /// A table entry is copied in the time that a sixteenth of an append takes.
 const ENTRIES_PER_TOKEN: usize = 16;
 
-/// Most entries of all rows of a table: int32 reaches them all. That is 8 GiB, far beyond what any batch of any model is
-/// padded to, and so many blocks a pool can have; above it there are only slips.
+/// Most entries of all rows of a table: int32 reaches them all. That is 8 GiB, far beyond what any batch of any model
+/// is padded to, and so many blocks a pool can have; above it there are only slips.
 const MAX_ENTRIES: u64 = i32::MAX as u64;
 
 /// The arguments of a batched append.
@@ -70,14 +70,12 @@ impl KVBlockManager {
     /// twice. Appending into a shared tail block owes a copy: run `take_copies` before the slots are written. Fastest
     /// with `ids` (and `counts`) in int64 arrays or tensors on the CPU and a reused `out`.
     ///
-    /// Args:
-    ///     ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of ints.
-    ///     counts: `counts [B]`, tokens to append to each (0 allowed), of the same kinds; None appends one to each.
-    ///     `token_ids`: `token_ids [T]`, ids of the new tokens, row after row, of the same kinds; None: told later, with
-    ///         `commit`, or known from the prompt.
-    ///     device: device of the new tensor; the CPU if None. Not together with `out`.
-    ///     out: writable C-contiguous int64 buffer of exactly T elements (CPU tensor, numpy array, `array`,
-    ///         memoryview); filled and returned itself.
+    /// Args: ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of
+    /// ints. counts: `counts [B]`, tokens to append to each (0 allowed), of the same kinds; None appends one to each.
+    /// `token_ids`: `token_ids [T]`, ids of the new tokens, row after row, of the same kinds; None: told later, with
+    /// `commit`, or known from the prompt. device: device of the new tensor; the CPU if None. Not together with `out`.
+    /// out: writable C-contiguous int64 buffer of exactly T elements (CPU tensor, numpy array, `array`, memoryview);
+    /// filled and returned itself.
     ///
     /// Returns:
     ///     `slot_mapping [T] int64`, T = sum of `counts`: the rows' slots one after the other; `out` if it was given.
@@ -128,12 +126,10 @@ impl KVBlockManager {
 
     /// Export block tables, a snapshot: logical block -> physical block, one row for each id.
     ///
-    /// Args:
-    ///     ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of ints.
-    ///     `max_blocks`: M, entries in a row; B * M is at most 2^31 - 1. None: what `out` has room for, else the longest
-    ///         table.
-    ///     device: device of the new tensor; the CPU if None. Not together with `out`.
-    ///     out: writable C-contiguous int32 buffer of exactly B * M elements; filled and returned itself.
+    /// Args: ids: `ids [B]`, sequence ids: an int64 or int32 tensor (CPU), array or other buffer, or an iterable of
+    /// ints. `max_blocks`: M, entries in a row; B * M is at most 2^31 - 1. None: what `out` has room for, else the
+    /// longest table. device: device of the new tensor; the CPU if None. Not together with `out`. out: writable
+    /// C-contiguous int32 buffer of exactly B * M elements; filled and returned itself.
     ///
     /// Returns:
     ///     `block_tables [B, M] int32`, rows padded with -1; an empty batch has shape [0, 0]. `out` if it was given.

@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use kvpager_core::{BlockId, BlockManager, Config, Error, EvictionPolicy};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::PyTuple;
 
 use crate::arguments::{read_config, read_flag, read_up_to, text};
 use crate::failure::{Failure, config_error, guarded};
@@ -75,8 +76,8 @@ impl KVBlockManager {
 impl KVBlockManager {
     /// Names that `eviction_policy` may have, the default first.
     #[classattr]
-    fn eviction_policies() -> Vec<&'static str> {
-        EvictionPolicy::ALL.iter().map(|policy| policy.as_str()).collect()
+    fn eviction_policies(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+        PyTuple::new(py, EvictionPolicy::ALL.iter().map(|policy| policy.as_str()))
     }
 
     #[new]

@@ -19,20 +19,16 @@ impl KVBlockManager {
     /// One step or not at all. At least the last prompt token is left to compute. The ids of the whole prompt are kept,
     /// so the later chunks of a long prompt need only counts. `can_admit` answers for the same arguments.
     ///
-    /// Args:
-    ///     `sequence_id`: a new id, 0 to 2^63 - 1.
-    ///     `token_ids`: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32 tensor (CPU), array or other buffer, or an
-    ///         iterable of ints.
-    ///     `num_new_tokens`: slots to reserve, at most; None: for all tokens that remain to be computed.
-    ///     `reserve_blocks`: blocks that must be left to hand out afterwards. Of this and `watermark_blocks` the larger
-    ///         one is kept back; unlike the watermark, it is kept back while no block is live, too.
-    ///     salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not `""`.
-    ///     adapter: name of the adapter that computes; its K/V are found under this name only.
-    ///     items: media in the prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that
-    ///         touch it.
-    ///     resumed: the request was here before and comes back: what it finds is not counted as hit.
-    ///     out: writable C-contiguous int64 buffer with room for the slots (P are always enough); they are written to
-    ///         its front and the rest is left as it was. None: a new tensor of just the slots.
+    /// Args: `sequence_id`: a new id, 0 to 2^63 - 1. `token_ids`: `token_ids [P]`, ids 0 to 2^31 - 1: an int64 or int32
+    /// tensor (CPU), array or other buffer, or an iterable of ints. `num_new_tokens`: slots to reserve, at most; None:
+    /// for all tokens that remain to be computed. `reserve_blocks`: blocks that must be left to hand out afterwards. Of
+    /// this and `watermark_blocks` the larger one is kept back; unlike the watermark, it is kept back while no block is
+    /// live, too. salt: keeps prefixes apart that must not be shared, those of two tenants for example. None is not
+    /// `""`. adapter: name of the adapter that computes; its K/V are found under this name only. items: media in the
+    /// prompt, (start, stop, key), sorted and disjoint; a block is found only with the items that touch it. resumed:
+    /// the request was here before and comes back: what it finds is not counted as hit. out: writable C-contiguous
+    /// int64 buffer with room for the slots (P are always enough); they are written to its front and the rest is left
+    /// as it was. None: a new tensor of just the slots.
     ///
     /// Returns:
     ///     `Admission(num_computed_tokens, slots)`: `slots [T] int64`, or `out` itself if it was given. T is

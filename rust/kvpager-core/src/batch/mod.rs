@@ -1,12 +1,13 @@
 //! `DecodeBatch`, the hot path: the metadata of a batch that persists from step to step.
 //!
 //! A batch is a list of *rows*, each a sequence, shown in two caller-owned *buffer sets* that take turns: while a
-//! device still reads the set of step `n`, step `n + 1` is prepared in the other. A step appends to every row, brings the
-//! set whose turn it is up to date by writing what it has missed, and lists the table entries that differ from the
+//! device still reads the set of step `n`, step `n + 1` is prepared in the other. A step appends to every row, brings
+//! the set whose turn it is up to date by writing what it has missed, and lists the table entries that differ from the
 //! previous step, which used the other set.
 //!
 //! What changed is known without looking: a block table keeps the lowest column that was changed since the batch last
-//! showed it (the mark of its counters in `sequences`, whoever changes it). So a row without a new block costs its length and slot.
+//! showed it (the mark of its counters in `sequences`, whoever changes it). So a row without a new block costs its
+//! length and slot.
 //!
 //! Invariants, audited:
 //! * a sequence is a row of one batch at most, and `row_of` says of which;

@@ -1,13 +1,14 @@
 //! Segmented LRU of R. Karedla, J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance",
 //! IEEE Computer 27(3), 1994.
 //!
-//! What was never hit stays in a *probation* list; what was hit enters a *protected* one, which holds at most two thirds
-//! of the pool; its overflow, oldest first, enters the young end of probation. Victims come from probation first, so one
-//! scan over many new prompts can't flush what is in use again and again.
+//! What was never hit stays in a *probation* list; what was hit enters a *protected* one, which holds at most two
+//! thirds of the pool; its overflow, oldest first, enters the young end of probation. Victims come from probation
+//! first, so one scan over many new prompts can't flush what is in use again and again.
 //!
 //! Prefix-closed: a hit marks the whole matched prefix, so a marked child has a marked parent; within a list the child
-//! entered first; a demotion takes the oldest, so a child is demoted before its parent and stands before it in probation;
-//! and a child in probation under a protected parent goes first anyway. So no parent ever stands before its child.
+//! entered first; a demotion takes the oldest, so a child is demoted before its parent and stands before it in
+//! probation; and a child in probation under a protected parent goes first anyway. So no parent ever stands before its
+//! child.
 
 use super::{AuditedPool, Eviction};
 use crate::ids::BlockId;

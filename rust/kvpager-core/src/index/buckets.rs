@@ -1,10 +1,10 @@
 //! The hash table of the prefix index: from a hash to the blocks that may have it.
 //!
-//! A bucket is half a cache line: six seats, each a byte of the hash (its *tag*) and a block, and a count of the entries
-//! that passed the bucket over because it was full. A look compares all tags in one word, so no branch depends on where
-//! among them an entry lies (in a table without buckets that branch is guessed wrong about once a look), and a miss ends
-//! at the first bucket that nothing passed over. Removal takes the entry out and the passes back, as in F14: nothing
-//! moves, nothing is left behind.
+//! A bucket is half a cache line: six seats, each a byte of the hash (its *tag*) and a block, and a count of the
+//! entries that passed the bucket over because it was full. A look compares all tags in one word, so no branch depends
+//! on where among them an entry lies (in a table without buckets that branch is guessed wrong about once a look), and a
+//! miss ends at the first bucket that nothing passed over. Removal takes the entry out and the passes back, as in F14:
+//! nothing moves, nothing is left behind.
 //!
 //! Invariants: an entry sits in its home bucket, or in one behind it while every bucket between counts it as passed (a
 //! count that reached 2¹⁶ − 1 stays there); a tag is never 0, which marks an empty seat.

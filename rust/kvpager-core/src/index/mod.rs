@@ -8,8 +8,8 @@
 //! * ids of nodes and of namespaces come from one counter and are never used again, so a child can't be reached through
 //!   a parent that was dropped and replaced;
 //! * a node's parent is in the index as long as it is: only nodes without children are dropped (a whole reset aside);
-//! * `num_children` of a node counts the nodes that name it as their parent, `num_users` of a namespace the first blocks
-//!   and the sequences in it;
+//! * `num_children` of a node counts the nodes that name it as their parent, `num_users` of a namespace the first
+//!   blocks and the sequences in it;
 //! * the tokens of an indexed block b are `tokens[b·S..][..S]`.
 //!
 //! Costs: find and insert O(S) and one or two cache misses, remove O(1); nothing is allocated after creation but for
@@ -156,9 +156,9 @@ impl Index {
         self.hasher.chain(parent.hash, token_ids, key)
     }
 
-    /// The chain hashes of up to [`AHEAD`] blocks without extra keys, which are to be kept for `blocks`; how many. Then what
-    /// finding and inserting them will touch is looked at, all in one go, so that the cache misses run side by side
-    /// instead of one after the other.
+    /// The chain hashes of up to [`AHEAD`] blocks without extra keys, which are to be kept for `blocks`; how many. Then
+    /// what finding and inserting them will touch is looked at, all in one go, so that the cache misses run side by
+    /// side instead of one after the other.
     pub(crate) fn chain_ahead(
         &self,
         parent: &Parent,
@@ -212,8 +212,8 @@ impl Index {
         self.nodes.resize(len.max(at + 1), Node::VACANT);
     }
 
-    /// Makes `block` a node at a gap that [`find`](Self::find) has just found for the same content. A user of the key is
-    /// handed over with it.
+    /// Makes `block` a node at a gap that [`find`](Self::find) has just found for the same content. A user of the key
+    /// is handed over with it.
     #[inline]
     pub(crate) fn insert(&mut self, gap: Gap, block: BlockId, content: &Content<'_>) -> Parent {
         let &Content { parent, hash, token_ids, key_id } = content;

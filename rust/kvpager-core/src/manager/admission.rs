@@ -20,9 +20,9 @@ use crate::prompt::{Item, Prompt, check_items, check_token_ids, overlapping};
 pub struct AdmitOptions {
     /// Slots to reserve, at most; `None`: for all tokens that remain to be computed.
     pub num_new_tokens: Option<u64>,
-    /// Blocks that must be left to hand out afterwards. Of this and the manager's watermark the larger one is kept back.
-    /// It holds even where the watermark is waived: the caller knows who will take these blocks, and sequences admitted
-    /// without a slot are nobody whom the pool could see.
+    /// Blocks that must be left to hand out afterwards. Of this and the manager's watermark the larger one is kept
+    /// back. It holds even where the watermark is waived: the caller knows who will take these blocks, and sequences
+    /// admitted without a slot are nobody whom the pool could see.
     pub reserve_blocks: u64,
     /// The sequence was here before (it was preempted): what it finds is not counted as a hit, and does not protect it
     /// from eviction.
@@ -152,8 +152,8 @@ impl BlockManager {
     }
 
     /// Checks the values of a prompt by themselves, and finds the blocks of its full blocks within its first `limit`
-    /// tokens, into `matching.blocks`. What is found has the ids of an indexed block, which are sound: only those behind
-    /// it are checked, so that most of a prompt is read from memory once.
+    /// tokens, into `matching.blocks`. What is found has the ids of an indexed block, which are sound: only those
+    /// behind it are checked, so that most of a prompt is read from memory once.
     pub(super) fn check_and_find(&mut self, prompt: &Prompt<'_>, limit: usize) -> Result<()> {
         if !prompt.items.is_empty() {
             check_token_ids(prompt.token_ids, "token_ids")?;

@@ -42,8 +42,8 @@ impl BlockManager {
         Ok(self.writer().append_one(place))
     }
 
-    /// Appends a run of `n` tokens (a prompt, a chunk, drafts), with their ids if they are known, and adds their slots to
-    /// `slots`. O(tokens).
+    /// Appends a run of `n` tokens (a prompt, a chunk, drafts), with their ids if they are known, and adds their slots
+    /// to `slots`. O(tokens).
     ///
     /// # Errors
     /// [`Error::UnknownSequence`]; [`Error::OutOfBlocks`] with the blocks that the whole run takes;
@@ -128,7 +128,8 @@ impl BlockManager {
     /// assert_eq!(slots, [0, 1, 4, 2, 3]);
     ///
     /// let refused = manager.append_batch(&[2, 1], None, None, &mut slots);
-    /// assert_eq!(refused, Err(Error::OutOfBlocks { needed: 1, free: 0, fenced: 0, total: 2, row: Some(1), watermark: 0 }));
+    /// let reason = Error::OutOfBlocks { needed: 1, free: 0, fenced: 0, total: 2, row: Some(1), watermark: 0 };
+    /// assert_eq!(refused, Err(reason));
     /// assert_eq!(manager.sequence_length(2)?, 1);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
@@ -150,8 +151,8 @@ impl BlockManager {
         self.append_found(counts, token_ids, slots)
     }
 
-    /// The append of a batch whose places stand in the scratch, one count for each and sound token ids, one for each new
-    /// token.
+    /// The append of a batch whose places stand in the scratch, one count for each and sound token ids, one for each
+    /// new token.
     pub(super) fn append_found(
         &mut self,
         counts: Option<&[u64]>,

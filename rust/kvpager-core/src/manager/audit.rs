@@ -463,10 +463,14 @@ mod tests {
         let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend)).unwrap();
         for id in [7, 8] {
             manager.create_sequence(id).unwrap();
-            manager.add_to_batch(batch, id).unwrap();
+            manager.batch(batch).unwrap().add(id).unwrap();
         }
         for _ in 0..2 {
-            manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), None, None).unwrap();
+            manager
+                .batch(batch)
+                .unwrap()
+                .step(&mut memory.each_mut().map(BatchMemory::lend), None, None)
+                .unwrap();
         }
         assert_eq!(manager.check_invariants(), [""; 0]);
         manager

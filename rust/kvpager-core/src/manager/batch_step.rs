@@ -1,14 +1,14 @@
-//! The step of a batch: everything is checked and settled, the rows advance, the set whose turn it is is written. And the
-//! commit of what a step appended. Both are the batched calls by row, so no id is looked up.
+//! The step of a batch: everything is checked and settled, the rows advance, the set whose turn it is is written. And
+//! the commit of what a step appended. Both are the batched calls by row, so no id is looked up.
 
-use super::BlockManager;
-use crate::batch::{BatchBuffers, BatchId, BatchStep};
+use super::batches::BatchMut;
+use crate::batch::{BatchBuffers, BatchStep};
 use crate::error::{Error, Result};
 use crate::ids::TokenId;
 use crate::prompt::{check_num_ids, check_token_ids};
 use crate::sequences::SequenceCounters;
 
-impl BlockManager {
+impl BatchMut<'_> {
     /// Appends one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, with their ids row after row
     /// if they are known, and brings the set whose
     /// turn it is up to date: tables, lengths, starts, slots, and in `changed` the table entries that differ from the
@@ -31,45 +31,44 @@ impl BlockManager {
     /// # let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend))?;
     /// manager.create_sequence(7)?;
     /// manager.append_tokens(7, 3, None, &mut Vec::new())?;
-    /// manager.add_to_batch(batch, 7)?;
+    /// manager.batch(batch)?.add(7)?;
     ///
-    /// let step = manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), Some(&[2]), None)?;
+    /// let step = manager.batch(batch)?.step(&mut memory.each_mut().map(BatchMemory::lend), Some(&[2]), None)?;
     /// assert_eq!((step.buffer_set, step.num_tokens, step.num_changes), (0, 2, 2));
     /// assert_eq!(memory[0].block_tables, [0, 1, -1, -1, -1, -1]);
     /// assert_eq!(memory[0].seq_lens, [5, 0]);
     /// assert_eq!(memory[0].slot_mapping, [3, 4, -1, -1]);
     /// assert_eq!(memory[0].changed[..6], [0, 0, 0, 0, 1, 1]); // (row, column, block)
     ///
-    /// let step = manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), None, None)?;
+    /// let step = manager.batch(batch)?.step(&mut memory.each_mut().map(BatchMemory::lend), None, None)?;
     /// assert_eq!((step.buffer_set, step.num_changes), (1, 0));
     /// assert_eq!(memory[1].block_tables, [0, 1, -1, -1, -1, -1]);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
-    pub fn step_batch(
+    pub fn step(
         &mut self,
-        batch: BatchId,
         sets: &mut [BatchBuffers<'_>; 2],
         counts: Option<&[u64]>,
         token_ids: Option<&[TokenId]>,
     ) -> Result<BatchStep> {
-        let rows = self.batches.get(batch)?;
+        let rows = self.manager.batches.get(self.id)?;
         rows.check_sets(sets)?;
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
         let num_tokens = rows.count_tokens(counts)?;
         if let Some(token_ids) = token_ids {
             check_num_ids(num_tokens, "one for each new token", token_ids)?;
         }
-        rows.check_step_fits(&self.sequences, counts, self.config.block_size())?;
+        rows.check_step_fits(&self.manager.sequences, counts, self.manager.config.block_size())?;
 
-        let rows = self.batches.get_mut(batch)?;
+        let rows = self.manager.batches.get_mut(self.id)?;
         let mut slots = rows.take_slots();
-        rows.lend_rows(&mut self.scratch.places);
-        let appended = self.append_found(counts, token_ids, &mut slots);
-        let rows = self.batches.get_mut(batch)?;
-        rows.lend_rows(&mut self.scratch.places);
+        rows.lend_rows(&mut self.manager.scratch.places);
+        let appended = self.manager.append_found(counts, token_ids, &mut slots);
+        let rows = self.manager.batches.get_mut(self.id)?;
+        rows.lend_rows(&mut self.manager.scratch.places);
         rows.give_back_slots(slots);
         appended?;
-        Ok(rows.show(&mut self.sequences, sets, counts))
+        Ok(rows.show(&mut self.manager.sequences, sets, counts))
     }
 
     /// Says that the keys and values of each row's first `ns[row]` tokens (all of them, if `None`) are written: as
@@ -86,21 +85,16 @@ impl BlockManager {
     /// # let mut memory = [BatchMemory::new(shape), BatchMemory::new(shape)];
     /// # let batch = manager.create_batch(shape, &mut memory.each_mut().map(BatchMemory::lend))?;
     /// manager.create_sequence(7)?;
-    /// manager.add_to_batch(batch, 7)?;
-    /// manager.step_batch(batch, &mut memory.each_mut().map(BatchMemory::lend), Some(&[3]), None)?; // two drafts
-    /// manager.commit_rows(batch, Some(&[2]), Some(&[50, 51]))?; // one of them was right
+    /// manager.batch(batch)?.add(7)?;
+    /// manager.batch(batch)?.step(&mut memory.each_mut().map(BatchMemory::lend), Some(&[3]), None)?; // two drafts
+    /// manager.batch(batch)?.commit(Some(&[2]), Some(&[50, 51]))?; // one of them was right
     /// manager.truncate_sequence(7, 2)?;
     /// assert_eq!(manager.num_computed_tokens(7)?, 2);
     /// # Ok::<(), kvpager_core::Error>(())
     /// ```
-    pub fn commit_rows(
-        &mut self,
-        batch: BatchId,
-        ns: Option<&[u64]>,
-        token_ids: Option<&[TokenId]>,
-    ) -> Result<()> {
-        let rows = self.batches.get_mut(batch)?;
-        if ns.is_none() && token_ids.is_none() && !self.config.prefix_caching() {
+    pub fn commit(&mut self, ns: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> Result<()> {
+        let rows = self.manager.batches.get_mut(self.id)?;
+        if ns.is_none() && token_ids.is_none() && !self.manager.config.prefix_caching() {
             return Ok(()); // all tokens count as computed
         }
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
@@ -112,13 +106,13 @@ impl BlockManager {
         rows.lend_lengths(&mut lengths);
         if ns.is_none() {
             lengths.clear();
-            let counters = rows.rows().iter().map(|&place| self.sequences.counters(place));
+            let counters = rows.rows().iter().map(|&place| self.manager.sequences.counters(place));
             lengths.extend(counters.map(SequenceCounters::length));
         }
-        rows.lend_rows(&mut self.scratch.places);
-        let committed = self.commit_found(ns.unwrap_or(&lengths), token_ids);
-        let rows = self.batches.get_mut(batch)?;
-        rows.lend_rows(&mut self.scratch.places);
+        rows.lend_rows(&mut self.manager.scratch.places);
+        let committed = self.manager.commit_found(ns.unwrap_or(&lengths), token_ids);
+        let rows = self.manager.batches.get_mut(self.id)?;
+        rows.lend_rows(&mut self.manager.scratch.places);
         rows.lend_lengths(&mut lengths);
         committed
     }

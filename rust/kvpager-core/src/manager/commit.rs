@@ -1,7 +1,7 @@
 //! Commit: the keys and values of a sequence's first n tokens are written, so what became full enters the index.
 //!
-//! Only committed blocks can be found: a forward pass that fails or still runs can't poison the cache. A block enters if
-//! its ids are all known and the block before it is indexed by this sequence; its content is then compared with what
+//! Only committed blocks can be found: a forward pass that fails or still runs can't poison the cache. A block enters
+//! if its ids are all known and the block before it is indexed by this sequence; its content is then compared with what
 //! the index has, and a duplicate collapses: the table is pointed at the block that is there, its own goes back.
 //!
 //! Costs: O(1 + ids + blocks that became full), nothing allocated once warm.
@@ -48,7 +48,9 @@ impl BlockManager {
             check_num_ids(wanted, "one for each position not known yet", token_ids)?;
         }
         self.check_no_untaken_copy(place, n)?;
-        self.sequences.chain_mut(place).fill(n, token_ids.unwrap_or_default());
+        if let Some(token_ids) = token_ids {
+            self.sequences.chain_mut(place).fill(n, token_ids);
+        }
         self.commit_place(place, n);
         Ok(())
     }
@@ -131,6 +133,8 @@ impl BlockManager {
     }
 
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
+    ///
+    /// Longer than 50 lines, because one loop borrows the pool, the table and the chain in turns.
     fn index_full_blocks(&mut self, place: Place, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
         let block_size = config.block_size();

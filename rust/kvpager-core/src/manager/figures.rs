@@ -75,9 +75,9 @@ impl BlockManager {
         }
     }
 
-    /// Token positions that hold no token: of one sequence's blocks, O(1); with `None`, of all live blocks, each physical
-    /// block once, whoever fills it furthest, O(table entries + pinned blocks). A block held by a caller holds no token,
-    /// one that is indexed is full.
+    /// Token positions that hold no token: of one sequence's blocks, O(1); with `None`, of all live blocks, each
+    /// physical block once, whoever fills it furthest, O(table entries + pinned blocks). A block held by a caller holds
+    /// no token, one that is indexed is full.
     ///
     /// # Errors
     /// [`Error::UnknownSequence`](crate::Error::UnknownSequence).

@@ -1,9 +1,9 @@
 //! The public face: one manager of one pool. It owns the data structures of the lower floor and changes them together.
 //!
-//! Here: sequences come, fork, shrink and go, and blocks are held outside of them. Prompts come in by `admission`, tokens
-//! by `append`, what is written is said by `commit`; `demand` settles what any of them takes. `batches` and `batch_step`
-//! drive a persistent batch. `pins` hold what is cached, `epochs` fence what is in flight. `questions` and `figures` only
-//! read, `audit` recounts everything. `scratch` is their memory.
+//! Here: sequences come, fork, shrink and go, and blocks are held outside of them. Prompts come in by `admission`,
+//! tokens by `append`, what is written is said by `commit`; `demand` settles what any of them takes. `batches` and
+//! `batch_step` drive a persistent batch. `pins` hold what is cached, `epochs` fence what is in flight. `questions` and
+//! `figures` only read, `audit` recounts everything. `scratch` is their memory.
 //!
 //! Each method says what it costs, what it refuses, and has an example that runs.
 
@@ -21,6 +21,7 @@ mod questions;
 mod scratch;
 
 pub use admission::{Admission, AdmitOptions};
+pub use batches::BatchMut;
 use scratch::{Matching, Scratch};
 
 use crate::batch::Batches;

@@ -5,9 +5,9 @@
 //! * live: ref ≥ 1; fenced: ref 0 and read by an untaken copy or (with fences) freed in an epoch that is not retired,
 //!   listed in the order in which they reached ref 0; cached: the rest of what the prefix index names, ordered by the
 //!   eviction policy; free: the rest;
-//! * free blocks are `returned` (a stack) and everything from `first_unused` on, which was never handed out. The order of
-//!   hand-out is the stack from its top, then from `first_unused` upwards, then the victims of eviction: last freed first, a
-//!   fresh pool gives 0, 1, 2, …;
+//! * free blocks are `returned` (a stack) and everything from `first_unused` on, which was never handed out. The order
+//!   of hand-out is the stack from its top, then from `first_unused` upwards, then the victims of eviction: last freed
+//!   first, a fresh pool gives 0, 1, 2, …;
 //! * `HELD` marks blocks that a caller took outside any sequence: one of their ref counts is that hold.
 //!
 //! Costs: every operation is O(1) and allocates nothing. The arrays start zeroed, so the memory of a large pool is
@@ -241,8 +241,8 @@ impl Pool {
         block
     }
 
-    /// Looks at what the index has of the next victims, as many as there are no free blocks for, so that the cache misses
-    /// of their evictions run side by side.
+    /// Looks at what the index has of the next victims, as many as there are no free blocks for, so that the cache
+    /// misses of their evictions run side by side.
     pub(crate) fn look_at_victims(&self, num_blocks: u64) {
         let num_victims = num_blocks.saturating_sub(u64::from(self.num_free()));
         if num_victims == 0 {

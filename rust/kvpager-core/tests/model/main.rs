@@ -1,9 +1,9 @@
 //! The manager against a naive model: the same random operations on both, everything visible compared after each one,
 //! and the whole state audited.
 //!
-//! Worlds are small (1 to 6 blocks, 2 to 6 sequences, three token ids): there the corners are met all the time, and every
-//! allocation is refused sooner or later. `KVPAGER_OPERATIONS` sets how many operations are done at least, `KVPAGER_SEED`
-//! which ones; both are printed, so that a failure can be repeated.
+//! Worlds are small (1 to 6 blocks, 2 to 6 sequences, three token ids): there the corners are met all the time, and
+//! every allocation is refused sooner or later. `KVPAGER_OPERATIONS` sets how many operations are done at least,
+//! `KVPAGER_SEED` which ones; both are printed, so that a failure can be repeated.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -1,6 +1,6 @@
-//! The contract, naively: written from its words, not from the crate. Maps, vectors and loops over everything; the index
-//! is a map from whole prefixes (namespace, then tokens and items of every block) to blocks, so that it can't be wrong
-//! about identity. It appends by trial on a copy of itself, so it has no arithmetic of demand.
+//! The contract, naively: written from its words, not from the crate. Maps, vectors and loops over everything; the
+//! index is a map from whole prefixes (namespace, then tokens and items of every block) to blocks, so that it can't be
+//! wrong about identity. It appends by trial on a copy of itself, so it has no arithmetic of demand.
 //!
 //! Here: its parts, the states of a block, appends, and how sequences fork, shrink and go. `prefixes` is what the index
 //! brings: admissions, commits, pins.
@@ -161,8 +161,8 @@ impl Model {
 
     // ---- states ----------------------------------------------------------------------------------------------------
 
-    /// The holders of `blocks` are gone, in this order. Whatever nobody holds is fenced, and leaves the fence as soon as
-    /// nothing touches it, whoever lost its last holder first.
+    /// The holders of `blocks` are gone, in this order. Whatever nobody holds is fenced, and leaves the fence as soon
+    /// as nothing touches it, whoever lost its last holder first.
     pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
         for &block in blocks {
             if self.ref_count(block) == 0 {
