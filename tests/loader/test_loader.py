@@ -269,14 +269,15 @@ def test_f213_a_stored_head_beside_the_tied_flag_is_used_as_transformers_does(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(theirs.get_output_embeddings().weight, stored)
-    assert torch.equal(load(folder)["lm_head.weight"], stored)
+    llm = LLM(folder, num_blocks=4, dtype="float32")
+    assert torch.equal(dict(llm.runner.model.named_parameters())["lm_head.weight"], stored)
 
 
 def test_f213_a_stored_head_that_is_the_embedding_stays_tied(altered: Callable[..., Path]) -> None:
     def copy_embedding(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    assert "lm_head.weight" not in load(altered(copy_embedding, tie_word_embeddings=True))
+    assert open_model(altered(copy_embedding, tie_word_embeddings=True)).config.tie_word_embeddings
 
 
 def test_b114_an_untied_model_needs_its_head(altered: Callable[..., Path]) -> None:
