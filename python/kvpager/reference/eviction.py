@@ -11,7 +11,7 @@ has to look for that: whoever holds a block holds all blocks before it too, and 
 and the oldest block is never continued by another. `Slru` keeps this in both of its segments (see there).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvpager.errors import ConfigError
@@ -128,7 +128,7 @@ class Slru:
         return len(self._probation) + len(self._protected)
 
 
-POLICIES = {"lru": Lru, "slru": Slru}  # by name, the default first
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": Lru, "slru": Slru}  # by name, the default first
 
 
 def make_policy(name: str | None, num_blocks: int) -> EvictionPolicy:
