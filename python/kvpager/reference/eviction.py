@@ -11,7 +11,7 @@ has to look for that: whoever holds a block holds all blocks before it too, and 
 and the oldest block is never continued by another. `Slru` and `S3Fifo` keep this in both of their queues (see there).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvpager.errors import ConfigError
@@ -238,7 +238,8 @@ def fingerprint(tokens: tuple[int, ...]) -> int:
     return mixed ^ mixed >> 13 | 1
 
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": Lru, "slru": Slru, "s3fifo": S3Fifo}  # by name, the default first
+# By name, the default first.
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": Lru, "slru": Slru, "s3fifo": S3Fifo}
 
 
 def make_policy(name: str | None, num_blocks: int) -> EvictionPolicy:
