@@ -18,7 +18,7 @@ import torch
 
 from kvpager.sampling import Sampler, SamplingParams
 
-WISHES: dict[str, dict[str, float]] = {
+PARAMETERS: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0},
     "top-k 50": {"temperature": 1.0, "top_k": 50},
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     scores = peaked_scores(options.batch, options.vocab)
     rows = []
-    for name, values in WISHES.items():
+    for name, values in PARAMETERS.items():
         sampler = Sampler(options.vocab, options.batch)
         prompt = torch.randint(0, options.vocab, (options.batch, 512), generator=torch.Generator().manual_seed(1))
         for number in range(options.batch):

@@ -72,7 +72,7 @@ PROMPTS = make_prompts()
 
 
 @dataclass(frozen=True)
-class Wish:
+class Arrival:
     prompt: int
     params: SamplingParams
     step: int  # of its arrival
@@ -81,7 +81,7 @@ class Wish:
 
 @dataclass(eq=False)
 class Lab:
-    """The model, and solo runs by prompt and wishes, each made once."""
+    """The model, and solo runs by prompt and arrivals, each made once."""
 
     model: DecoderForCausalLM
 
@@ -117,11 +117,11 @@ class Lab:
                 break
         return tuple(tokens)
 
-    def expected(self, wish: Wish, completion: int) -> tuple[int, ...]:
-        params = wish.params
+    def expected(self, arrival: Arrival, completion: int) -> tuple[int, ...]:
+        params = arrival.params
         if params.temperature:
-            return self.solo(wish.prompt, params, request_seed(params, 0, 0, completion))
-        tokens = self.greedy(wish.prompt)[: params.max_tokens]
+            return self.solo(arrival.prompt, params, request_seed(params, 0, 0, completion))
+        tokens = self.greedy(arrival.prompt)[: params.max_tokens]
         if 7 in tokens and not params.ignore_eos:
             tokens = tokens[: tokens.index(7) + 1]
         return tokens
@@ -147,8 +147,8 @@ def draw_config(rng: random.Random, longest: int) -> EngineConfig:
     )
 
 
-def draw_wishes(rng: random.Random, *, seeded: bool) -> list[Wish]:
-    wishes = []
+def draw_arrivals(rng: random.Random, *, seeded: bool) -> list[Arrival]:
+    arrivals = []
     for _ in range(rng.randint(2, 7)):
         drawn = seeded and rng.random() < 0.3
         params = SamplingParams(
@@ -159,28 +159,28 @@ def draw_wishes(rng: random.Random, *, seeded: bool) -> list[Wish]:
             top_k=rng.choice([0, 5]) if drawn else 0,
             seed=rng.randrange(5),
         )
-        wishes.append(
-            Wish(rng.randrange(len(PROMPTS)), params, rng.choice([0, 0, rng.randint(1, 15)]), rng.choice([0, 0, 1]))
+        arrivals.append(
+            Arrival(rng.randrange(len(PROMPTS)), params, rng.choice([0, 0, rng.randint(1, 15)]), rng.choice([0, 0, 1]))
         )
-    return sorted(wishes, key=lambda wish: wish.step)
+    return sorted(arrivals, key=lambda arrival: arrival.step)
 
 
 def run(
     engine: Engine,
-    wishes: list[Wish],
+    arrivals: list[Arrival],
     *,
     before_step: Callable[[int], None] = lambda _: None,
     forgiven: tuple[type[BaseException], ...] = (),
-) -> tuple[dict[str, Wish], dict[str, RequestOutput]]:
-    """Everything to its end; wishes and outputs by request."""
-    asked: dict[str, Wish] = {}
+) -> tuple[dict[str, Arrival], dict[str, RequestOutput]]:
+    """Everything to its end; arrivals and outputs by request."""
+    asked: dict[str, Arrival] = {}
     outputs: dict[str, RequestOutput] = {}
-    left, step = list(wishes), 0
+    left, step = list(arrivals), 0
     while left or engine.has_unfinished_requests():
         while left and left[0].step <= step:
-            wish = left.pop(0)
-            name = engine.add_request(PROMPTS[wish.prompt], wish.params, priority=wish.priority)
-            asked[name] = wish
+            arrival = left.pop(0)
+            name = engine.add_request(PROMPTS[arrival.prompt], arrival.params, priority=arrival.priority)
+            asked[name] = arrival
         before_step(step)
         try:
             events = engine.step()
@@ -198,7 +198,7 @@ def run(
     return asked, outputs
 
 
-def assert_as_solo(lab: Lab, asked: dict[str, Wish], outputs: dict[str, RequestOutput]) -> int:
+def assert_as_solo(lab: Lab, asked: dict[str, Arrival], outputs: dict[str, RequestOutput]) -> int:
     """Tokens compared. A request that was aborted has a beginning of its solo tokens."""
     compared = 0
     for name, output in outputs.items():
@@ -227,10 +227,10 @@ def test_b104_tokens_are_those_of_the_solo_run(lab: Lab, group: int) -> None:
     compared = preempted = found = 0
     for scenario in range(GROUP):
         rng = random.Random(1000 * group + scenario)
-        wishes = draw_wishes(rng, seeded=scenario % 3 == 0)
-        longest = max(len(PROMPTS[wish.prompt]) + wish.params.max_tokens for wish in wishes)
+        arrivals = draw_arrivals(rng, seeded=scenario % 3 == 0)
+        longest = max(len(PROMPTS[arrival.prompt]) + arrival.params.max_tokens for arrival in arrivals)
         engine = lab.engine(draw_config(rng, longest))
-        asked, outputs = run(engine, wishes)
+        asked, outputs = run(engine, arrivals)
         compared += assert_as_solo(lab, asked, outputs)
         assert_nothing_left(engine)
         preempted += engine.stats().num_preemptions
@@ -244,13 +244,13 @@ def test_after_any_fault_nothing_is_lost(lab: Lab, group: int, monkeypatch: pyte
     """Errors in model, sampler and allocator, clients that go away: blocks come back, others get their tokens."""
     for scenario in range(3):
         rng = random.Random(77_000 + 1000 * group + scenario)
-        wishes = draw_wishes(rng, seeded=False)
-        longest = max(len(PROMPTS[wish.prompt]) + wish.params.max_tokens for wish in wishes)
+        arrivals = draw_arrivals(rng, seeded=False)
+        longest = max(len(PROMPTS[arrival.prompt]) + arrival.params.max_tokens for arrival in arrivals)
         engine = lab.engine(draw_config(rng, longest))
         with monkeypatch.context() as patched:
             inject(patched, engine, rng)
             asked, outputs = run(
-                engine, wishes, before_step=leaving_clients(engine, rng), forgiven=(BoomError, StateError)
+                engine, arrivals, before_step=leaving_clients(engine, rng), forgiven=(BoomError, StateError)
             )
         assert_as_solo(lab, asked, outputs)
         assert_nothing_left(engine)
@@ -313,12 +313,12 @@ def leaving_clients(engine: Engine, rng: random.Random) -> Callable[[int], None]
 
 def test_b104_one_request_among_any_neighbours(lab: Lab) -> None:
     """X alone, and with seven others that arrive at steps 0 … 6: with room for all, then with far too little."""
-    x = Wish(5, SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True), 0)
+    x = Arrival(5, SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True), 0)
     preempted = {100: 0, 9: 0}
     for seed in range(20):
         rng = random.Random(seed)
         others = [
-            Wish(rng.randrange(len(PROMPTS)), SamplingParams(max_tokens=rng.randint(1, MOST_TOKENS)), n)
+            Arrival(rng.randrange(len(PROMPTS)), SamplingParams(max_tokens=rng.randint(1, MOST_TOKENS)), n)
             for n in range(7)
         ]
         for caching in (False, True):
@@ -345,8 +345,8 @@ def test_a_row_of_nan_ends_its_own_request_only(lab: Lab, monkeypatch: pytest.Mo
         return scores
 
     monkeypatch.setattr(engine.runner, "logits", poisoned)
-    wishes = [Wish(n, SamplingParams(max_tokens=6, ignore_eos=True), 0) for n in range(3)]
-    asked, outputs = run(engine, wishes)
+    arrivals = [Arrival(n, SamplingParams(max_tokens=6, ignore_eos=True), 0) for n in range(3)]
+    asked, outputs = run(engine, arrivals)
     first, second, third = (outputs[name] for name in sorted(outputs, key=int))
     assert (second.outputs[0].finish_reason, second.outputs[0].token_ids) == ("error", ())
     for output in (first, third):

@@ -39,7 +39,7 @@ NUM_TOKENS = int(os.environ.get("KVPAGER_TOKENS", "600"))
 
 
 @dataclass(frozen=True)
-class Wish:
+class Arrival:
     """A request: what it asks for, and the step of its arrival."""
 
     text: int
@@ -71,12 +71,12 @@ class Lab:
         manager = KVBlockManager(num_blocks, block_size, enable_prefix_caching=caching)
         return ModelRunner(self.model, cache, manager, fixed_split=SPLIT)
 
-    def solo(self, wish: Wish, completion: int) -> Solo:
-        params = wish.params
+    def solo(self, arrival: Arrival, completion: int) -> Solo:
+        params = arrival.params
         seed = request_seed(params, 0, 0, completion)
-        key = (wish.text, params.temperature, params.top_k, params.top_p, seed if params.temperature else 0)
+        key = (arrival.text, params.temperature, params.top_k, params.top_p, seed if params.temperature else 0)
         if key not in self.solos:
-            self.solos[key] = self._run_alone(self.prompts[wish.text], params, seed)
+            self.solos[key] = self._run_alone(self.prompts[arrival.text], params, seed)
         return self.solos[key]
 
     def _run_alone(self, prompt: list[int], params: SamplingParams, seed: int) -> Solo:
@@ -122,13 +122,13 @@ def test_a_decode_is_the_same_bits_in_any_company(lab: Lab, threads: int) -> Non
         torch.set_num_threads(before)
 
 
-def draw_wish(rng: random.Random) -> Wish:
+def draw_arrival(rng: random.Random) -> Arrival:
     params: dict[str, Any] = {"max_tokens": rng.randint(1, MOST_TOKENS), "n": rng.choice([1, 1, 1, 2])}
     if rng.random() < 0.4:
         params |= {"temperature": rng.choice([0.7, 1.5]), "seed": rng.randrange(3)}
         params |= rng.choice([{}, {"top_k": 5}, {"top_p": 0.9}])
     step = rng.choice([0, 0, rng.randint(1, 15)])
-    return Wish(rng.randrange(len(TEXTS)), SamplingParams(ignore_eos=True, **params), step, rng.choice([0, 0, 1]))
+    return Arrival(rng.randrange(len(TEXTS)), SamplingParams(ignore_eos=True, **params), step, rng.choice([0, 0, 1]))
 
 
 def draw_engine(rng: random.Random, lab: Lab) -> Engine:
@@ -145,15 +145,15 @@ def draw_engine(rng: random.Random, lab: Lab) -> Engine:
     return Engine(runner, lab.config, config)
 
 
-def run(engine: Engine, lab: Lab, wishes: list[Wish]) -> list[tuple[Wish, Any]]:
-    """Everything to its end; wishes and their outputs."""
-    asked: dict[str, Wish] = {}
+def run(engine: Engine, lab: Lab, arrivals: list[Arrival]) -> list[tuple[Arrival, Any]]:
+    """Everything to its end; arrivals and their outputs."""
+    asked: dict[str, Arrival] = {}
     outputs = []
-    left, step = sorted(wishes, key=lambda wish: wish.step), 0
+    left, step = sorted(arrivals, key=lambda arrival: arrival.step), 0
     while left or engine.has_unfinished_requests():
         while left and left[0].step <= step:
-            wish = left.pop(0)
-            asked[engine.add_request(lab.prompts[wish.text], wish.params, priority=wish.priority)] = wish
+            arrival = left.pop(0)
+            asked[engine.add_request(lab.prompts[arrival.text], arrival.params, priority=arrival.priority)] = arrival
         outputs += [event.output for event in engine.step() if event.output is not None]
         step += 1
     return [(asked[output.request_id], output) for output in outputs]
@@ -165,23 +165,23 @@ def test_a_token_differs_only_where_rounding_decides(lab: Lab, capsys: pytest.Ca
     while compared < NUM_TOKENS:
         rng = random.Random(seed)
         engine = draw_engine(rng, lab)
-        wishes = [draw_wish(rng) for _ in range(10)]
-        outputs = run(engine, lab, wishes)
-        assert len(outputs) == len(wishes)
-        for wish, output in outputs:
+        arrivals = [draw_arrival(rng) for _ in range(10)]
+        outputs = run(engine, lab, arrivals)
+        assert len(outputs) == len(arrivals)
+        for arrival, output in outputs:
             for completion in output.outputs:
-                alone, ours = lab.solo(wish, completion.index), completion.token_ids
-                assert len(ours) == wish.params.max_tokens
+                alone, ours = lab.solo(arrival, completion.index), completion.token_ids
+                assert len(ours) == arrival.params.max_tokens
                 same = next(
                     (n for n, (a, b) in enumerate(zip(ours, alone.token_ids, strict=False)) if a != b), len(ours)
                 )
                 compared += same
-                drawn += same if wish.params.temperature else 0
+                drawn += same if arrival.params.temperature else 0
                 if same < len(ours):
-                    assert alone.leads[same] < GAP, (seed, wish, same)
-                    kind = "draw" if wish.params.temperature else "score"
+                    assert alone.leads[same] < GAP, (seed, arrival, same)
+                    kind = "draw" if arrival.params.temperature else "score"
                     flips.append(
-                        f"scenario {seed}, {TEXTS[wish.text]!r}, token {same}: {kind} {alone.leads[same]:.1e} ahead"
+                        f"scenario {seed}, {TEXTS[arrival.text]!r}, token {same}: {kind} {alone.leads[same]:.1e} ahead"
                     )
         preempted += engine.stats().num_preemptions
         found += engine.stats().num_cached_tokens

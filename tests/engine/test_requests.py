@@ -92,7 +92,7 @@ def test_streams_of_n_completions_join_to_their_texts(llm: LLM) -> None:
     assert sorted(ends) == sorted(texts)
 
 
-# Wishes ---------------------------------------------------------------------------------------------------------------
+# Sampling parameters -------------------------------------------------------------------------------------------------
 
 
 def test_penalties_change_what_comes(llm: LLM) -> None:
@@ -117,7 +117,7 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
 
 
 def test_none_stops_nowhere(llm: LLM) -> None:
-    plain, none = (SamplingParams(max_tokens=4, **wishes) for wishes in ({}, {"stop": None, "stop_token_ids": None}))
+    plain, none = (SamplingParams(max_tokens=4, **values) for values in ({}, {"stop": None, "stop_token_ids": None}))
     prompt = [5, 6, 7]
     assert llm.generate(prompt, none)[0].outputs == llm.generate(prompt, plain)[0].outputs
 

@@ -1,4 +1,4 @@
-"""The next token depends on a row's scores, its own wishes and its own seed, and on nothing else."""
+"""The next token depends on a row's scores, its own parameters and its own seed, and on nothing else."""
 
 import math
 from typing import Any
@@ -20,8 +20,8 @@ SCORES = torch.tensor([1.0, 5.0, 2.0, 4.5])
 
 def sampler_of(*params: SamplingParams, vocab_size: int = 4, prompt: tuple[int, ...] = (0,), seed: int = 0) -> Sampler:
     sampler = Sampler(vocab_size, len(params))
-    for number, wishes in enumerate(params):
-        sampler.add(wishes, request_seed(wishes, seed, number), prompt, stop_token_ids=wishes.stop_token_ids)
+    for number, asked in enumerate(params):
+        sampler.add(asked, request_seed(asked, seed, number), prompt, stop_token_ids=asked.stop_token_ids)
     return sampler
 
 
@@ -142,8 +142,8 @@ def test_b109_filter_combinations(filters: dict[str, Any], expected: set[int], d
 def test_b107_rows_that_are_not_numbers_are_isolated() -> None:
     rows = [[math.nan] * 3, [0.0, 3.0, 1.0], [-math.inf] * 3, [0.0, math.nan, 9.0], [0.0, math.inf, 9.0]]
     for params in (SamplingParams(), SamplingParams(temperature=0.01), SamplingParams(temperature=0.01, top_p=0.9)):
-        wishes = SamplingParams(**{**vars(params), "logprobs": 1})
-        sampled = sampler_of(*[wishes] * 5, vocab_size=3).sample(torch.tensor(rows))
+        asked = SamplingParams(**{**vars(params), "logprobs": 1})
+        sampled = sampler_of(*[asked] * 5, vocab_size=3).sample(torch.tensor(rows))
         assert sampled.token_ids.tolist() == [-1, 1, -1, -1, -1]
         assert sampled.is_ok.tolist() == [False, True, False, False, False]
         assert list(sampled.logprobs) == [1]
@@ -161,17 +161,17 @@ MIXED = [
 ]
 
 
-def run_rows(wishes: list[SamplingParams], steps: int, leaves: dict[int, int]) -> dict[int, list[Any]]:
+def run_rows(asked: list[SamplingParams], steps: int, leaves: dict[int, int]) -> dict[int, list[Any]]:
     """Each request's tokens and log-probabilities; request `leaves[step]` goes after that step."""
     V = 300
-    sampler, order = Sampler(V, len(wishes)), []
-    for params in wishes:
+    sampler, order = Sampler(V, len(asked)), []
+    for params in asked:
         assert params.seed is not None or params.is_greedy
         sampler.add(params, params.seed or 0, [1, 2, 3], stop_token_ids=params.stop_token_ids)
-        order.append(wishes.index(params))
+        order.append(asked.index(params))
     seen: dict[int, list[Any]] = {number: [] for number in order}
     for step in range(steps):
-        keys = [MIXED.index(wishes[number]) for number in order]
+        keys = [MIXED.index(asked[number]) for number in order]
         rows = [torch.randn(V, generator=torch.Generator().manual_seed(100 * step + key)) * 3 for key in keys]
         sampled = sampler.sample(torch.stack(rows))
         sampler.accept(range(len(order)), sampled.token_ids)
@@ -188,9 +188,9 @@ def run_rows(wishes: list[SamplingParams], steps: int, leaves: dict[int, int]) -
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [5, 3, 7, 0, 6, 1, 4, 2], [2, 6, 1]])
 def test_b108_options_of_a_row_are_its_own(order: list[int]) -> None:
     """Each row of a mixed batch chooses what it chooses alone, wherever it stands; others may leave."""
-    wishes = [MIXED[number] for number in order]
-    together = run_rows(wishes, 6, {1: 0, 3: 1})
-    for number, params in enumerate(wishes):
+    asked = [MIXED[number] for number in order]
+    together = run_rows(asked, 6, {1: 0, 3: 1})
+    for number, params in enumerate(asked):
         alone = run_rows([params], 6, {})[0]
         assert together[number] == alone[: len(together[number])]
     lengths = dict.fromkeys(range(len(order)), 6) | {0: 2, 1: 4}
@@ -276,11 +276,11 @@ def test_a_floor_is_the_height_that_reaches_the_goal(dtype: torch.dtype, levels:
             assert ((found[:, None] == expected).any(dim=1)).all()
 
 
-@pytest.mark.parametrize("wishes", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 300}, {"top_p": 0.9999}])
-def test_few_and_whole_rows_draw_alike(wishes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 300}, {"top_p": 0.9999}])
+def test_few_and_whole_rows_draw_alike(asked: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw goes along the vocabulary whether it is made from the few likeliest or from the whole row."""
     scores = torch.randn(50, 3000, generator=torch.Generator().manual_seed(2)).double() * 4
-    params = [SamplingParams(temperature=1.0, seed=n, **wishes) for n in range(50)]  # type: ignore[arg-type]
+    params = [SamplingParams(temperature=1.0, seed=n, **asked) for n in range(50)]  # type: ignore[arg-type]
     sampler = sampler_of(*params, vocab_size=3000)
     usual = sampler.sample(scores)
     monkeypatch.setattr(choose, "_is_settled", lambda few, floor, vocab_size: torch.zeros(len(few), dtype=torch.bool))
@@ -454,13 +454,13 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
         ({"seed": 2**64}, "`seed`: wanted 0 … 2^64 - 1"),
     ],
 )
-def test_bad_wishes_are_named(values: dict[str, Any], message: str) -> None:
+def test_bad_parameters_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         SamplingParams(**values)
     assert message in str(caught.value)
 
 
-def test_none_is_no_wish_wherever_vllm_takes_it() -> None:
+def test_none_is_the_default_wherever_vllm_takes_it() -> None:
     names = ("stop", "stop_token_ids", "seed", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids")
     params = SamplingParams(**dict.fromkeys(names))
     params.check_vocabulary(1)

@@ -56,11 +56,11 @@ class World:
     ended: list[Sequence] = field(default_factory=list)
     choose: Callable[[list[int]], int] = next_token
 
-    def sequence(self, number: int, prompt: list[int], max_tokens: int, **wishes: Any) -> Sequence:
-        return Sequence(number, list(prompt), max_tokens, **wishes)
+    def sequence(self, number: int, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
+        return Sequence(number, list(prompt), max_tokens, **options)
 
-    def add(self, number: int, prompt: list[int], max_tokens: int, **wishes: Any) -> Sequence:
-        sequence = self.sequence(number, prompt, max_tokens, **wishes)
+    def add(self, number: int, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
+        sequence = self.sequence(number, prompt, max_tokens, **options)
         self.scheduler.add(sequence)
         return sequence
 

@@ -25,7 +25,7 @@ _COLDEST = 1e-30  # a lower temperature draws like this one, and would underflow
 
 @dataclass(frozen=True)
 class Filters:
-    """What each of R drawn rows wishes; all tensors on the device of the scores.
+    """The sampling parameters of R drawn rows; all tensors on the device of the scores.
 
     Attributes:
         temperature: [R] float64, above 0.

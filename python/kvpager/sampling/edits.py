@@ -1,6 +1,6 @@
 """Changes to the scores of single tokens: allowed tokens, bias, stop tokens that may not come yet, penalties.
 
-Each row that wishes any keeps the token ids concerned, so that a step touches these and no others: O(tokens concerned)
+A row with edits keeps the token ids concerned, so that a step touches these and no others: O(tokens concerned)
 plus, where `allowed_token_ids` is given, one row of the vocabulary.
 """
 
@@ -57,10 +57,8 @@ class RowEdits:
         self.allowed = None if allowed is None else torch.tensor(sorted(set(allowed)), dtype=torch.int64)
 
     @classmethod
-    def wished(
-        cls, params: SamplingParams, stop_ids: Sequence[int], prompt_token_ids: Iterable[int]
-    ) -> "RowEdits | None":
-        """The edits of a request; None where it wishes none."""
+    def of(cls, params: SamplingParams, stop_ids: Sequence[int], prompt_token_ids: Iterable[int]) -> "RowEdits | None":
+        """The edits of a request; None if it has none."""
         some = params.has_penalties or params.logit_bias or params.min_tokens or params.allowed_token_ids is not None
         return cls(params, stop_ids, prompt_token_ids) if some else None
 

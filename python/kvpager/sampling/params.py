@@ -1,4 +1,7 @@
-"""`SamplingParams`: what one request wishes. Names and meanings are vLLM's; only `temperature`'s default differs."""
+"""`SamplingParams`: how the tokens of one request are chosen.
+
+Names and meanings are vLLM's; only the default of `temperature` differs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Wishes of one request.
+    """The sampling parameters of one request.
 
     Scores change in this order: allowed tokens, bias, penalties, temperature; then the filters, each over what the one
     before left: `min_p`, `top_k`, `top_p`. Tokens whose scores equal the last one kept are kept too.

@@ -46,7 +46,7 @@ class SampledTokens:
     logprobs: Mapping[int, PositionLogprobs] = field(default_factory=dict)
 
 
-# The wishes that are plain numbers: one structured row each.
+# The parameters that are plain numbers: one structured row each.
 _ROW = np.dtype(
     [
         ("temperature", np.float64),
@@ -92,7 +92,7 @@ class Sampler:
         """Takes the next row for a request. O(its tokens) with penalties, else O(1).
 
         Args:
-            params: its wishes.
+            params: its sampling parameters.
             seed: from `request_seed`.
             prompt_token_ids: for the repetition penalty.
             output_token_ids: what it generated already, if it was preempted.
@@ -111,7 +111,7 @@ class Sampler:
         params.check_vocabulary(self.vocab_size)
         if bad := [token for token in stop_token_ids if not 0 <= token < self.vocab_size]:
             raise ArgumentError("stop_token_ids", f"token ids in 0 … {self.vocab_size - 1}", bad[0])
-        edits = RowEdits.wished(params, stop_token_ids, prompt_token_ids)
+        edits = RowEdits.of(params, stop_token_ids, prompt_token_ids)
         if edits is not None and edits.seen is not None:
             for token in output_token_ids:
                 edits.seen.add(token)

@@ -40,7 +40,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # these two are wishes of whoever stored the file, and no part of the model
+        tokenizer.no_truncation()  # both belong to the program that stored the file, not to the model
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
