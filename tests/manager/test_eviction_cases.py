@@ -135,6 +135,43 @@ def test_a_demoted_block_has_to_earn_its_protection_again(make_caching):
     assert manager.free_blocks == [1, 6, 0]
 
 
+def test_s3fifo_keeps_what_was_hit_and_what_came_back(make_caching):
+    """Main holds what was hit; the ghost lets in a prompt that comes back soon after it was given up."""
+    manager = make_caching(10, 1, eviction_policy="s3fifo")
+    run(manager, 1, [1, 2])
+    assert run(manager, 2, [1, 2, 3]) == 2
+    for k in range(20):
+        run(manager, 3, [100 + k])
+    assert manager.match_prefix([1, 2, 3]) == 2
+    run(manager, 5, [50])
+    num_later = 0
+    while manager.match_prefix([50, 0]):
+        run(manager, 6, [200 + num_later])
+        num_later += 1
+    assert num_later == 8  # all that the hit blocks leave
+    run(manager, 7, [50])
+    for k in range(20):
+        run(manager, 8, [300 + k])
+    assert manager.match_prefix([50, 0]) == 1
+    manager.reset_prefix_cache()  # the ghost forgets, too
+    for token in (60, *range(400, 411), 60, *range(500, 511)):
+        if token == 400:
+            manager.reset_prefix_cache()
+        run(manager, 9, [token])
+    assert manager.match_prefix([60, 0]) == 0
+
+
+def test_s3fifo_gives_up_what_was_not_hit_and_then_what_was_hit_least(make_caching):
+    manager = make_caching(10, 1, eviction_policy="s3fifo")
+    for token, num_hits in ((1, 3), (2, 1), (3, 2), (4, 0)):
+        run(manager, 1, [token])
+        for _ in range(num_hits):
+            run(manager, 1, [token, 9])
+    # Tokens 1 to 4 lie in the blocks 0, 2, 4 and 6, and the 9 behind each of the first three in the next block.
+    assert manager.free_blocks == [7, 8, 9, 1, 3, 5, 6, 2, 4, 0]
+    assert [manager.allocate_block() for _ in range(10)] == [7, 8, 9, 1, 3, 5, 6, 2, 4, 0]
+
+
 def test_resumed_requests_earn_no_protection(make_caching):
     manager = make_caching(6, 4, eviction_policy="slru")
     run(manager, 1, T(1, 8))

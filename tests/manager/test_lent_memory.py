@@ -308,7 +308,8 @@ def test_the_buffers_of_a_batch_can_not_be_resized():
     batch.add(1)
     batch.step()
     batch.step()
-    assert (growing.tolist(), tensor.tolist()) == ([1, 0], [2, 0])
+    # torch has changed its own sizes before it refused.
+    assert (growing.tolist(), tensor[:2].tolist()) == ([1, 0], [2, 0])
     del batch
     growing.append(1)
 

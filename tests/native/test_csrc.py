@@ -42,7 +42,7 @@ def test_an_op_stands_in_the_file_of_its_name_and_no_other_file_knows_torch(buil
         ops.update(registered)
         knows_torch = reaches_torch(build_module, path)
         assert knows_torch == (bool(registered) or path.name == "scope.h"), path
-    only_cpu = {"linear", "rms_norm", "silu_mul"}
+    only_cpu = {"linear", "rank_tokens", "rms_norm", "silu_mul"}
     both = {
         "copy_blocks", "gather_kv", "merge_attention", "paged_attention", "paged_prefill", "qk_norm_rope_write",
         "swap_blocks", "take_errors", "update_tables", "write_kv",

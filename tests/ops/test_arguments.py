@@ -111,6 +111,7 @@ def test_what_is_read_before_the_op_is_called():
         lambda: ops.linear(None, None),
         lambda: ops.rms_norm(None, None, eps=1e-6),
         lambda: ops.silu_mul(None, None),
+        lambda: ops.rank_tokens(None, None),
         lambda: ops.merge_attention(None, None, None, None),
         lambda: ops.update_tables(None, None),
     ):

@@ -41,6 +41,10 @@ def arguments_of(name):
         "linear": ((torch.empty(4, 5), torch.randn(4, 8), torch.randn(5, 8), torch.randn(5)), {}),
         "rms_norm": ((torch.empty(4, 8), torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)), {"eps": 1e-6}),
         "silu_mul": ((torch.empty(4, 8), torch.randn(4, 8), torch.randn(4, 8)), {}),
+        "rank_tokens": (
+            (torch.empty(4), torch.empty(4, dtype=torch.int64), torch.randn(4, 8), torch.tensor([0, 7, 3, 3])),
+            {},
+        ),
         "copy_blocks": ((caches, torch.tensor([[0, 1]])), {}),
         "swap_blocks": ((caches, [torch.zeros(3, 2, 4, 8) for _ in caches], torch.tensor([[3, 1], [0, 2]])), {}),
         "update_tables": ((table.clone(), torch.tensor([[1, 0, 3], [-1, 9, 9]], dtype=torch.int32)), {}),

@@ -53,7 +53,7 @@ std::vector<Cut> even_cuts(const AttentionParams<T, C>& p, int64_t grain) {
   return cuts;
 }
 
-// The cuts of the caller's plan. Beside what makes a plan valid, none lies past the end of its sequence.
+// The cuts of the caller's plan. Beside what makes a plan valid, none lies past the end of its sequence or the batch.
 template <class T, class C>
 std::vector<Cut> planned_cuts(const AttentionParams<T, C>& p, const SplitPlan& plan) {
   const auto refuse = [](const std::string& got) { fail_argument("split_plan", SplitPlan::kWanted, got); };
@@ -63,7 +63,9 @@ std::vector<Cut> planned_cuts(const AttentionParams<T, C>& p, const SplitPlan& p
   std::vector<Cut> cuts;
   for (int index = 0; index <= plan.num_parts; ++index) {
     const Cut cut = plan.cut(index);
-    if (!plan.cut_is_valid(index, p.num_sequences) || (cut.row < p.num_sequences && cut.position > p.seq_lens[cut.row]))
+    // A valid cut's row is 0 or more.
+    if (!plan.cut_is_valid(index, p.num_sequences) || cut.row > p.num_sequences ||
+        (cut.row < p.num_sequences && cut.position > p.seq_lens[cut.row]))
       refuse("a cut at row " + std::to_string(cut.row) + ", position " + std::to_string(cut.position));
     cuts.push_back(cut);
   }

@@ -1,6 +1,8 @@
 """What a model is: `ModelConfig`, from a ``config.json`` in either spelling.
 
 Three families share one decoder block; what tells them apart are switches, so that nothing else asks for a family.
+
+Longer than 300 lines, because the families, their defaults and both spellings describe one file, ``config.json``.
 """
 
 import json

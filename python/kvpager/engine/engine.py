@@ -9,6 +9,8 @@ request alone, with "error" and the error's text; the others don't notice. If wh
 the batch's slots, the draw for all rows), the error comes out of `step`, and everyone who ran waits again, with all
 tokens that were given out: calling `step` again begins anew. A trace that can't be written ends itself and costs no
 token. Whatever ends a request - its last token, a stop, an error, `abort` - gives its blocks back in that moment.
+
+Longer than 300 lines, because the order of a step and the end of each part that fails are one story.
 """
 
 import logging

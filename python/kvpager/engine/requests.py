@@ -1,4 +1,7 @@
-"""Prompts and sampling parameters become requests; everything that can be refused is refused here, before it runs."""
+"""Prompts and sampling parameters become requests; everything that can be refused is refused here, before it runs.
+
+Longer than 300 lines, because a request and the checks that it has passed are read together.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -62,7 +62,7 @@ class KVBlockManager(_core.KVBlockManager):
             live.
         fences: what is let go becomes reusable only when its epoch is retired. For work that runs late, as on a GPU.
         eviction_policy: `"lru"`, or `"slru"`, which prompts that never come back don't sweep (Karedla, Love, Wherry
-            1994).
+            1994), or `"s3fifo"`, which also counts hits and remembers what it gave up (Yang and others 2023).
         hash_seed: of the hash chain that names blocks, 0 to 2^64 - 1. It changes no answer.
         max_pinned_blocks: blocks that `pin_prefix` may hold in all; None: no limit.
         max_sequence_length: tokens that a sequence may have; None: what the pool holds.

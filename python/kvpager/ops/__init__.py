@@ -23,6 +23,7 @@ from kvpager.ops.attention.shared_prefix import shared_prefix_attention, shared_
 from kvpager.ops.attention.split_plan import default_num_parts, make_split_plan, workspace_bytes
 from kvpager.ops.layers.linear import linear
 from kvpager.ops.layers.qk_norm_rope_write import qk_norm_rope_write
+from kvpager.ops.layers.rank_tokens import rank_tokens
 from kvpager.ops.layers.rms_norm import rms_norm
 from kvpager.ops.layers.silu_mul import silu_mul
 from kvpager.ops.moves.blocks import copy_blocks, swap_blocks
@@ -50,6 +51,7 @@ __all__ = [
     "paged_prefill_lse",
     "qk_norm_rope_write",
     "quantise",
+    "rank_tokens",
     "rms_norm",
     "shared_prefix_attention",
     "shared_prefix_attention_lse",

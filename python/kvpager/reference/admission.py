@@ -262,7 +262,8 @@ class Committing(ManagerState):
             parent, items = self._chain_end(sequence), items_of_block(sequence.items, start, stop)
             own, node = sequence.table[index], self._index.find(parent, tokens, items)
             if node is None:
-                self._index.insert(parent, tokens, items, own)
+                node = self._index.insert(parent, tokens, items, own)
+                self._pool.cached.indexed(own, node.parent and node.parent.block, tokens)
             else:
                 sequence.table[index] = node.block
                 self._pool.share(node.block)

@@ -63,6 +63,7 @@ class BlockPool:
         else:
             block = self.cached.oldest()
             self.cached.remove(block)
+            self.cached.evicted(self.index.node_of(block).key[1])
             self.forget_content(block)
             self.num_evictions += 1
         self._hold(block)
@@ -138,6 +139,7 @@ class BlockPool:
             self.free.append(block)
         for block in self.index.blocks():
             self.cached.forget(block)
+        self.cached.forget_evicted()
         self.index.clear()
 
     def state(self, block: int) -> str:

@@ -1,6 +1,7 @@
 """Log-probabilities of chosen and likeliest tokens, of outputs and of prompts.
 
-They are the model's own, log_softmax of its scores before any wish changed them. O(rows that ask · V).
+They are the model's own: a score less the log-sum-exp of its row, before sampling parameters change any score.
+O(rows that ask · V).
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kvpager import ops
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,15 @@ def position_logprobs(scores: Tensor, token_ids: Sequence[int], counts: Sequence
     """
     if not token_ids:
         return []
-    logs = scores.log_softmax(dim=-1)
-    chosen = torch.tensor(token_ids, device=scores.device)[:, None]
-    own = logs.gather(1, chosen)
-    ranks = (logs > own).sum(dim=-1) + 1
-    likeliest = logs.topk(min(max(counts), scores.shape[1]))
+    chosen = torch.tensor(token_ids, device=scores.device)
+    lse, ranks = ops.rank_tokens(scores, chosen)
+    own = scores.gather(1, chosen[:, None])[:, 0] - lse
+    likeliest = scores.topk(min(max(counts), scores.shape[1]))
+    logs = likeliest.values - lse[:, None]
     found: list[PositionLogprobs] = []
-    rows = zip(token_ids, own[:, 0].tolist(), ranks.tolist(), counts, strict=True)
+    rows = zip(token_ids, own.tolist(), ranks.tolist(), counts, strict=True)
     for (token, logprob, rank, count), values, tokens in zip(
-        rows, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True
+        rows, logs.tolist(), likeliest.indices.tolist(), strict=True
     ):
         position = {token: Logprob(logprob, rank)}
         for place, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), start=1):

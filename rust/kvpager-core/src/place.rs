@@ -24,6 +24,10 @@ impl Writer<'_> {
     /// Appends a settled run and adds its slots to `slots`.
     #[inline]
     pub(crate) fn append(&mut self, place: Place, num_tokens: u64, slots: &mut Vec<Slot>) {
+        if num_tokens == 1 {
+            slots.push(self.append_one(place));
+            return;
+        }
         let mut remaining = num_tokens;
         while remaining > 0 {
             if self.sequences.counters(place).open() == 0 {
@@ -37,18 +41,21 @@ impl Writer<'_> {
         }
     }
 
-    /// Appends one settled token; its slot.
+    /// Appends one settled token, what most rows of a step are; its slot.
     #[inline]
     pub(crate) fn append_one(&mut self, place: Place) -> Slot {
-        if self.sequences.counters(place).open() == 0 {
-            self.open_tail(place);
+        let counters = self.sequences.counters_mut(place);
+        if counters.open() > 0 {
+            return counters.advance(1);
         }
+        self.open_tail(place);
         self.sequences.counters_mut(place).advance(1)
     }
 
     /// Makes the position at the length and the rest of its block writable by this sequence alone: opens a block, or
     /// leaves a shared tail, or one with children in the index, for a copy, or finds that the tail is its own, which
     /// then leaves the index.
+    #[inline(never)]
     fn open_tail(&mut self, place: Place) {
         let Self { config, pool, copies, sequences } = self;
         let (block_size, length) = (config.block_size(), sequences.counters(place).length());

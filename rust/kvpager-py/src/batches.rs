@@ -56,7 +56,13 @@ impl Append {
 
     #[inline]
     fn run_into(&self, manager: &KVBlockManager, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let target = Out::open_exact(out, "int64", self.num_tokens())?;
+        let target = Out::open_exact(out, "int64", self.num_tokens()).or_else(|about_out| {
+            // What is wrong with the batch itself is said first.
+            manager.call(out.py(), self.num_tokens(), |manager| {
+                manager.settle_batch(&self.ids, self.counts.as_deref(), self.token_ids.as_deref())
+            })?;
+            Err(about_out)
+        })?;
         target.write(out.py(), &self.run(out.py(), manager)?);
         Ok(())
     }

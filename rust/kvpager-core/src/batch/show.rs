@@ -219,10 +219,18 @@ fn clear_slots(num_tokens: usize, slot_mapping: &mut [i64], shown: &mut Shown) {
 }
 
 fn show_starts(num_rows: usize, counts: Option<&[u64]>, query_start_loc: &mut [i32]) {
+    let (starts, behind) = query_start_loc.split_at_mut(num_rows);
     let mut start = 0;
-    for (row, entry) in query_start_loc[..num_rows].iter_mut().enumerate() {
-        *entry = start;
-        start += counts.map_or(1, |counts| counts[row]) as i32;
+    if let Some(counts) = counts {
+        for (entry, &count) in starts.iter_mut().zip(counts) {
+            *entry = start;
+            start += count as i32;
+        }
+    } else {
+        for (entry, row) in starts.iter_mut().zip(0..) {
+            *entry = row;
+        }
+        start = num_rows as i32;
     }
-    query_start_loc[num_rows..].fill(start);
+    behind.fill(start);
 }

@@ -14,12 +14,14 @@
 //! `python/kvpager/reference/eviction.py`: names, settings and tests follow the list.
 
 mod lru;
+mod s3fifo;
 mod slru;
 
 use lru::Lru;
+use s3fifo::S3Fifo;
 use slru::Slru;
 
-use crate::ids::BlockId;
+use crate::ids::{BlockId, TokenId};
 use crate::links::Links;
 
 /// What the pool asks of an order of eviction. Every operation is O(1) and allocates nothing.
@@ -38,8 +40,14 @@ trait Eviction {
     fn first(&self) -> Option<BlockId>;
     /// An admission has matched `block`, which is live now.
     fn hit(&mut self, block: BlockId);
+    /// A victim with these tokens has been taken.
+    fn evicted(&mut self, _token_ids: &[TokenId]) {}
+    /// `block`, which is live, got a node for these tokens below that of `parent`; `None`: it is a first block.
+    fn indexed(&mut self, _block: BlockId, _parent: Option<BlockId>, _token_ids: &[TokenId]) {}
     /// `block` has lost its node and is in no list.
     fn forget(&mut self, block: BlockId);
+    /// What was evicted before is void.
+    fn forget_evicted(&mut self) {}
     /// Cached blocks.
     fn len(&self) -> u32;
     /// The cached blocks, the next victim first. O(cached).
@@ -123,6 +131,8 @@ policies! { $
     Lru = "lru",
     /// Segmented LRU: what was never hit goes before what was, so that a scan can't flush the cache.
     Slru = "slru",
+    /// S3-FIFO: as SLRU, but what is hit stays by how often, and what comes back soon after it went is kept.
+    S3Fifo = "s3fifo",
 }
 
 impl Default for EvictionPolicy {
@@ -170,6 +180,20 @@ impl Policy {
     #[inline]
     pub(crate) fn hit(&mut self, block: BlockId) {
         each!(self, policy => policy.hit(block));
+    }
+
+    #[inline]
+    pub(crate) fn evicted(&mut self, token_ids: &[TokenId]) {
+        each!(self, policy => policy.evicted(token_ids));
+    }
+
+    #[inline]
+    pub(crate) fn indexed(&mut self, block: BlockId, parent: Option<BlockId>, token_ids: &[TokenId]) {
+        each!(self, policy => policy.indexed(block, parent, token_ids));
+    }
+
+    pub(crate) fn forget_evicted(&mut self) {
+        each!(self, policy => policy.forget_evicted());
     }
 
     #[inline]

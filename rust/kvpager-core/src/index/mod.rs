@@ -85,6 +85,14 @@ pub(crate) struct Parent {
     place: u32,
 }
 
+impl Parent {
+    /// The block of the node, unless it is the root of a namespace.
+    #[inline]
+    pub(crate) fn block(&self) -> Option<BlockId> {
+        (self.place & NAMESPACE == 0).then_some(self.place)
+    }
+}
+
 /// What a block says: where it stands, its tokens and their chain hash, and its extra keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Content<'a> {

@@ -140,6 +140,43 @@ impl BlockManager {
         token_ids: Option<&[TokenId]>,
         slots: &mut Vec<Slot>,
     ) -> Result<()> {
+        self.find_batch(ids, counts, token_ids)?;
+        self.append_found(counts, token_ids, slots)
+    }
+
+    /// What [`append_batch`](Self::append_batch) would answer, without appending: how many slots, or why not. For
+    /// callers whose own memory for the slots turned out to be wrong: what is wrong with the batch is said first.
+    /// O(tokens).
+    ///
+    /// # Errors
+    /// Those of [`append_batch`](Self::append_batch).
+    ///
+    /// ```
+    /// # use kvpager_core::{BlockManager, Config};
+    /// let mut manager = BlockManager::new(Config::new(2, 4)?)?;
+    /// manager.create_sequence(1)?;
+    /// assert_eq!(manager.settle_batch(&[1, 1], Some(&[3, 5]), None), Ok(8));
+    /// assert!(manager.settle_batch(&[1, 1], Some(&[3, 6]), None).is_err());
+    /// assert_eq!(manager.sequence_length(1)?, 0);
+    /// # Ok::<(), kvpager_core::Error>(())
+    /// ```
+    pub fn settle_batch(
+        &mut self,
+        ids: &[SequenceId],
+        counts: Option<&[u64]>,
+        token_ids: Option<&[TokenId]>,
+    ) -> Result<u64> {
+        self.find_batch(ids, counts, token_ids)?;
+        self.settle_found(counts, token_ids)
+    }
+
+    /// Checks the values and lengths of a batch's arguments and leaves its places in the scratch.
+    fn find_batch(
+        &mut self,
+        ids: &[SequenceId],
+        counts: Option<&[u64]>,
+        token_ids: Option<&[TokenId]>,
+    ) -> Result<()> {
         check_token_ids(token_ids.unwrap_or_default(), "token_ids")?;
         if let Some(counts) = counts.filter(|counts| counts.len() != ids.len()) {
             return Err(Error::argument("counts", format!("{} counts, one per id", ids.len()), counts.len()));
@@ -147,8 +184,7 @@ impl BlockManager {
         if let Some(token_ids) = token_ids {
             check_num_ids(count_tokens(ids.len(), counts), "one for each new token", token_ids)?;
         }
-        self.scratch.find(&self.sequences, ids)?;
-        self.append_found(counts, token_ids, slots)
+        self.scratch.find(&self.sequences, ids)
     }
 
     /// The append of a batch whose places stand in the scratch, one count for each and sound token ids, one for each

@@ -261,6 +261,7 @@ impl Pool {
     fn evict(&mut self) -> BlockId {
         let victim = self.cached.pop_victim(&mut self.links);
         let victim = victim.expect("a block was taken that the call had not settled");
+        self.cached.evicted(self.index.tokens_of(victim));
         self.unindex(victim);
         self.num_evictions += 1;
         victim
@@ -340,6 +341,7 @@ impl Pool {
     #[inline]
     pub(crate) fn insert(&mut self, gap: Gap, block: BlockId, content: &Content<'_>) -> Parent {
         self.flags[block as usize] |= INDEXED;
+        self.cached.indexed(block, content.parent.block(), content.token_ids);
         self.index.insert(gap, block, content)
     }
 
@@ -362,6 +364,7 @@ impl Pool {
                 self.cached.forget(block);
             }
         }
+        self.cached.forget_evicted();
         self.index.clear();
     }
 

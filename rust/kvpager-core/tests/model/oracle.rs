@@ -9,7 +9,7 @@ mod prefixes;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use kvpager_core::{BlockId, Config, Error, SequenceId, Slot, TokenId};
+use kvpager_core::{BlockId, Config, Error, EvictionPolicy, SequenceId, Slot, TokenId};
 
 /// Salt and adapter.
 pub(crate) type Namespace = (Option<&'static str>, Option<&'static str>);
@@ -55,10 +55,13 @@ pub(crate) struct Model {
     /// In the order of hand-out.
     pub(crate) free: Vec<BlockId>,
     index: HashMap<Prefix, BlockId>,
-    /// Cached blocks, the next victim first: on probation (with LRU: all), then protected.
+    /// Cached blocks, the next victim first: on probation (with LRU: all), then protected. With S3-FIFO these are its
+    /// small and its main queue, `marked` what is or was in main, and `hits` and `ghost` its own.
     probation: Vec<BlockId>,
     protected: Vec<BlockId>,
     marked: BTreeSet<BlockId>,
+    hits: BTreeMap<BlockId, u8>,
+    ghost: BTreeMap<u64, u32>,
     /// Without holders but still touched: block and epoch, in the order in which they lost the last holder.
     pub(crate) fenced: Vec<(BlockId, u64)>,
     pub(crate) epoch: u64,
@@ -85,6 +88,8 @@ impl Model {
             probation: Vec::new(),
             protected: Vec::new(),
             marked: BTreeSet::new(),
+            hits: BTreeMap::new(),
+            ghost: BTreeMap::new(),
             fenced: Vec::new(),
             epoch: 0,
             num_retired: 0,
@@ -114,7 +119,9 @@ impl Model {
     }
 
     pub(crate) fn cached(&self) -> Vec<BlockId> {
-        self.probation.iter().chain(&self.protected).copied().collect()
+        let mut protected = self.protected.clone();
+        protected.sort_by_key(|block| self.hits.get(block).copied()); // a round for each hit
+        self.probation.iter().chain(&protected).copied().collect()
     }
 
     pub(crate) fn is_indexed(&self, block: BlockId) -> bool {
@@ -187,16 +194,78 @@ impl Model {
             return;
         }
         self.protected.push(block);
-        if self.protected.len() as u64 > u64::from(self.config.num_blocks()) * 2 / 3 {
-            let demoted = self.protected.remove(0);
+        let num_blocks = u64::from(self.config.num_blocks());
+        let most = if self.is_s3fifo() { num_blocks * 9 / 10 } else { num_blocks * 2 / 3 };
+        if self.protected.len() as u64 > most {
+            let demoted = self.turn();
             self.marked.remove(&demoted);
             self.probation.push(demoted);
+        }
+    }
+
+    pub(crate) fn is_s3fifo(&self) -> bool {
+        self.config.eviction_policy() == EvictionPolicy::S3Fifo
+    }
+
+    /// The oldest protected block without a hit leaves; those before it go round with a hit fewer.
+    fn turn(&mut self) -> BlockId {
+        loop {
+            let oldest = self.protected.remove(0);
+            let Some(hits) = self.hits.get_mut(&oldest) else { return oldest };
+            *hits -= 1;
+            if *hits == 0 {
+                self.hits.remove(&oldest);
+            }
+            self.protected.push(oldest);
+        }
+    }
+
+    /// An admission has found the content of a block.
+    pub(crate) fn hit(&mut self, block: BlockId) {
+        if self.config.eviction_policy() != EvictionPolicy::Lru {
+            self.marked.insert(block);
+        }
+        if self.is_s3fifo() {
+            let hits = self.hits.entry(block).or_default();
+            *hits = (*hits + 1).min(3);
+        }
+    }
+
+    /// What the ghost knows tokens by, and where.
+    fn fingerprint(&self, token_ids: &[TokenId]) -> (u64, u32) {
+        let mut hash = 2_166_136_261_u64;
+        for &id in token_ids {
+            hash = (hash ^ u64::from(id)) * 16_777_619 % (1 << 32);
+        }
+        hash = (hash ^ (hash / 65_536)) * 2_246_822_507 % (1 << 32);
+        hash ^= hash / 8_192;
+        hash |= 1;
+        (hash * u64::from(self.config.num_blocks()) / (1 << 32), hash as u32)
+    }
+
+    /// The content of a block was evicted.
+    fn remember(&mut self, block: BlockId) {
+        let prefix = self.index.iter().find(|&(_, &indexed)| indexed == block);
+        let (_, contents) = prefix.expect("a victim is indexed").0;
+        let (place, fingerprint) = self.fingerprint(&contents.last().expect("it has a block").0);
+        self.ghost.insert(place, fingerprint);
+    }
+
+    /// A block gets its node, below a parent that has been hit or the root.
+    pub(crate) fn recall(&mut self, block: BlockId, parent: Option<BlockId>, token_ids: &[TokenId]) {
+        let (place, fingerprint) = self.fingerprint(token_ids);
+        if self.is_s3fifo() && self.ghost.get(&place) == Some(&fingerprint) {
+            self.ghost.remove(&place);
+            if parent.is_none_or(|parent| self.hits.contains_key(&parent)) {
+                self.hit(block);
+            }
         }
     }
 
     fn forget(&mut self, block: BlockId) {
         self.index.retain(|_, indexed| *indexed != block);
         self.marked.remove(&block);
+        self.hits.remove(&block);
     }
 
     /// A holder comes to an indexed block. To be called before it is entered where holders are counted.
@@ -217,8 +286,11 @@ impl Model {
         let order = self.cached();
         let Some(&victim) = order.first() else { return self.free.remove(0) };
         assert!(!self.parents().contains(&victim), "a parent before its child");
+        if self.probation.is_empty() {
+            assert_eq!(self.turn(), victim);
+        }
         self.probation.retain(|&block| block != victim);
-        self.protected.retain(|&block| block != victim);
+        self.remember(victim);
         self.forget(victim);
         self.num_evictions += 1;
         victim

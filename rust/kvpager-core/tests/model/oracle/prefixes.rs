@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvpager_core::{AdmitOptions, BlockId, Error, EvictionPolicy, SequenceId, Slot, TokenId};
+use kvpager_core::{AdmitOptions, BlockId, Error, SequenceId, Slot, TokenId};
 
 use super::{Model, ModelSequence, Namespace, Prefix, Span, Tokens, bad_argument, too_long_error};
 
@@ -99,8 +99,8 @@ impl Model {
         for &hit in &hits {
             self.attach(hit);
             self.sequence_mut(id).table.push(hit);
-            if !options.resumed && self.config.eviction_policy() == EvictionPolicy::Slru {
-                self.marked.insert(hit);
+            if !options.resumed {
+                self.hit(hit);
             }
         }
         let slots = (0..num_slots).map(|_| self.append_one(id, &BTreeSet::new(), None)).collect();
@@ -190,6 +190,8 @@ impl Model {
             self.sequence_mut(id).table[logical] = same;
             self.settle(&[own]);
         } else {
+            let parent = logical.checked_sub(1).map(|before| sequence.table[before]);
+            self.recall(own, parent, &prefix.1[logical].0);
             self.index.insert(prefix, own);
         }
         self.sequence_mut(id).num_indexed += 1;
@@ -241,6 +243,8 @@ impl Model {
         self.probation.clear();
         self.protected.clear();
         self.marked.clear();
+        self.hits.clear();
+        self.ghost.clear();
         for sequence in self.sequences.values_mut() {
             sequence.num_indexed = 0;
             sequence.contents.clear();
