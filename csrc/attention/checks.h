@@ -18,7 +18,7 @@ struct AttentionArguments {
   double scale;
   int64_t max_query_len, max_seq_len, window;
   double softcap;
-  std::optional<Tensor> sinks, key_scale, value_scale;
+  std::optional<Tensor> sinks, alibi_slopes, key_scale, value_scale;
 };
 
 // How decode attention is split; the values of a plan are the kernels' to check.
@@ -37,11 +37,11 @@ struct SplitArguments {
 template <void (*attend)(const AttentionArguments&, const SplitArguments&)>
 void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                      Tensor block_tables, Tensor seq_lens, double scale, int64_t max_seq_len, int64_t window,
-                     double softcap, std::optional<Tensor> sinks, std::optional<Tensor> key_scale,
-                     std::optional<Tensor> value_scale, int64_t fixed_split, std::optional<Tensor> split_plan,
-                     std::optional<Tensor> workspace) {
+                     double softcap, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
+                     std::optional<Tensor> key_scale, std::optional<Tensor> value_scale, int64_t fixed_split,
+                     std::optional<Tensor> split_plan, std::optional<Tensor> workspace) {
   attend({out, lse, query, key_cache, value_cache, block_tables, std::nullopt, seq_lens, scale, 1, max_seq_len, window,
-          softcap, sinks, key_scale, value_scale},
+          softcap, sinks, alibi_slopes, key_scale, value_scale},
          {fixed_split, split_plan, workspace});
 }
 
@@ -49,15 +49,17 @@ template <void (*attend)(const AttentionArguments&)>
 void paged_prefill(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache, Tensor value_cache,
                    Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, double scale, int64_t max_query_len,
                    int64_t max_seq_len, int64_t window, double softcap, std::optional<Tensor> sinks,
-                   std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+                   std::optional<Tensor> alibi_slopes, std::optional<Tensor> key_scale,
+                   std::optional<Tensor> value_scale) {
   attend({out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, scale, max_query_len,
-          max_seq_len, window, softcap, sinks, key_scale, value_scale});
+          max_seq_len, window, softcap, sinks, alibi_slopes, key_scale, value_scale});
 }
 
 // `accumulate`: the dtype of the arithmetic, in which A is used.
 template <class A>
 AttentionOptions<A> attention_options(const AttentionArguments& given, ScalarType accumulate, int64_t num_heads) {
   if (given.sinks) check_tensor("sinks", *given.sinks, accumulate, given.key_cache, {num_heads});
+  if (given.alibi_slopes) check_tensor("alibi_slopes", *given.alibi_slopes, accumulate, given.key_cache, {num_heads});
   if (given.window < 0) fail_argument("window", "0 or more positions", std::to_string(given.window));
   constexpr double kLargest = std::numeric_limits<A>::max();
   if (!(given.softcap >= 0 && given.softcap <= kLargest))
@@ -65,14 +67,15 @@ AttentionOptions<A> attention_options(const AttentionArguments& given, ScalarTyp
   if (!(given.scale >= -kLargest && given.scale <= kLargest))
     fail_argument("scale", "a finite number", std::to_string(given.scale));
   return {static_cast<A>(given.scale), static_cast<A>(given.softcap), given.window,
-          given.sinks ? list_of<A>(*given.sinks) : List<A>{}};
+          given.sinks ? list_of<A>(*given.sinks) : List<A>{},
+          given.alibi_slopes ? list_of<A>(*given.alibi_slopes) : List<A>{}};
 }
 
 template <class T, class C>
 AttentionParams<T, C> attention_params(const AttentionArguments& given) {
   using A = accumulate_t<T>;
   const auto& [out, lse, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, scale, max_query_len,
-               max_seq_len, window, softcap, sinks, key_scale, value_scale] = given;
+               max_seq_len, window, softcap, sinks, alibi_slopes, key_scale, value_scale] = given;
   const PoolShape pool = check_pool(key_cache, value_cache);
   check_scales("key_scale", key_scale, key_cache, pool);
   check_scales("value_scale", value_scale, value_cache, pool);

@@ -11,14 +11,15 @@ struct ScorePlace {
 
 // How the product of a query and a key becomes a logit, and which positions a query sees. A: type of the arithmetic.
 // The plain kernels call `logit`. The others do the same on vectors and fragments, each in one place: `soften` and
-// `weigh` of the CPU kernels (cpu/decode, cpu/prefill), `finish_scores` of the CUDA kernels (cuda/decode/piece.cuh,
-// cuda/prefill/lane.cuh).
+// `weigh` of the CPU kernels (cpu/decode, cpu/prefill), `finish_scores` and `add_alibi` of the CUDA kernels
+// (cuda/decode/piece.cuh, cuda/prefill/lane.cuh).
 template <class A>
 struct AttentionOptions {
   A scale;
-  A softcap;       // logits are softcap * tanh(logit / softcap); 0 = none
-  int64_t window;  // a query sees its own position and window - 1 before it; 0 = all
-  List<A> sinks;   // [H]: logits without a value; data is null if there are none
+  A softcap;             // logits are softcap * tanh(logit / softcap); 0 = none
+  int64_t window;        // a query sees its own position and window - 1 before it; 0 = all
+  List<A> sinks;         // [H]: logits without a value; data is null if there are none
+  List<A> alibi_slopes;  // [H]: what a logit grows by from one key to the next; data is null if there are none
 
   // First position that a query at `position` sees.
   KVPAGER_HD int64_t first_visible(int64_t position) const {
@@ -31,9 +32,11 @@ struct AttentionOptions {
   }
 
   // `product`: of a key and a query that was multiplied by `scale`. The query sees the key.
-  KVPAGER_HD A logit(A product, const ScorePlace&) const {
+  KVPAGER_HD A logit(A product, const ScorePlace& place) const {
     using std::tanh;
-    return softcap > 0 ? softcap * tanh(product / softcap) : product;
+    const A score = softcap > 0 ? softcap * tanh(product / softcap) : product;
+    return alibi_slopes.data == nullptr ? score
+                                        : score + alibi_slopes[place.head] * A(place.key_position - place.position);
   }
 };
 

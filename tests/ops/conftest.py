@@ -169,6 +169,7 @@ class Case:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Float64 attention of one query [H, D] that stands at `position` of a sequence: (out [H, D], lse [H])."""
         first = max(0, position + 1 - window) if window else 0
@@ -180,6 +181,8 @@ class Case:
             logits = (keys @ query[head].double()) * scale
             if softcap:
                 logits = softcap * torch.tanh(logits / softcap)
+            if alibi_slopes is not None:
+                logits += alibi_slopes[head].double() * (torch.arange(first, position + 1) - position)
             extra = logits.new_empty(0) if sinks is None else sinks[head].double().reshape(1)
             weights = torch.softmax(torch.cat([logits, extra]), 0)[: len(logits)]
             outs.append(weights @ values)

@@ -56,7 +56,7 @@ def test_attention_wants_tensors(caches, argument, value, layout):
         attend(caches, **{**views, "layout": layout, argument: value})
 
 
-@pytest.mark.parametrize("argument", ["sinks", "key_scale", "split_plan", "workspace", "out", "lse"])
+@pytest.mark.parametrize("argument", ["sinks", "alibi_slopes", "key_scale", "split_plan", "workspace", "out", "lse"])
 def test_optional_tensors_are_tensors(caches, argument):
     with pytest.raises(ArgumentError, match=rf"`{argument}`: wanted a tensor or None, got int"):
         attend(caches, **{argument: 5})

@@ -165,6 +165,7 @@ REFUSED = [
     ("flashinfer", {"head_dim": 40}, {}, "a head dim of 40 (it has 64, 128, 256)"),
     ("flashinfer", {"dtype": torch.float32}, {}, "torch.float32"),
     ("flashinfer", {}, {"sinks": torch.zeros(4)}, "sinks"),
+    ("flashinfer", {}, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes"),
     ("flashinfer", {}, {"fixed_split": 512}, "a fixed split"),
     ("flash_attn 2", {}, {}, "blocks of 16 (version 2 has multiples of 256)"),
     ("flash_attn 3", {"head_dim": 264}, {}, "a head dim of 264 (it has multiples of 8 up to 256)"),

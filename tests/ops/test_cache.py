@@ -113,6 +113,8 @@ def test_options_reach_the_kernels():
         assert cache.attend(0, query, step, window=2)[-1, 0, 0] == 2.5
         sink = cache.attend(0, query, step, sinks=torch.full((1,), 100.0), scale=0.1, softcap=3.0)
         assert sink.abs().max() < 1e-6
+        steep = cache.attend(0, query, step, alibi_slopes=torch.full((1,), 100.0))
+        assert steep[-1, 0, 0] == 3  # its own position alone
 
 
 def test_from_config():

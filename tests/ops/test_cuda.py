@@ -27,23 +27,23 @@ def test_attention_equals_oracle(make_case, tolerance, dtype, window, softcap):
     case = make_case(lengths, dtype=dtype, group=5, head_dim=64, block_size=16)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     options = {"scale": 0.125, "window": window, "softcap": softcap}
-    sinks = torch.randn(case.num_heads, generator=case.generator).to(wide)
+    sinks, slopes = (draw(case.num_heads, generator=case.generator).to(wide) for draw in (torch.randn, torch.rand))
+    on_device = {"sinks": sinks.to(DEVICE), "alibi_slopes": slopes.to(DEVICE)}
     query = case.random(len(lengths), case.num_heads, 64)
     key_cache, value_cache, table, seq_lens = inputs_of(case)
-    out = ops.paged_attention(
-        query.to(DEVICE), key_cache, value_cache, table, seq_lens, sinks=sinks.to(DEVICE), **options
-    )
+    out = ops.paged_attention(query.to(DEVICE), key_cache, value_cache, table, seq_lens, **on_device, **options)
     starts = torch.tensor([0, 0, 1, 2, 3, 5], dtype=torch.int32, device=DEVICE)
     prefill = ops.paged_prefill(
-        query.to(DEVICE), key_cache, value_cache, table, starts, seq_lens, sinks=sinks.to(DEVICE), **options
+        query.to(DEVICE), key_cache, value_cache, table, starts, seq_lens, **on_device, **options
     )
+    options |= {"sinks": sinks, "alibi_slopes": slopes}
     assert (out[0] == 0).all()
     for row in range(1, 5):
-        wanted, _ = case.oracle(row, query[row], lengths[row] - 1, sinks=sinks, **options)
+        wanted, _ = case.oracle(row, query[row], lengths[row] - 1, **options)
         torch.testing.assert_close(out[row].double().cpu(), wanted, rtol=0, atol=tolerance[dtype])
     for token, row in enumerate([1, 2, 3, 4, 4]):
         position = lengths[row] - (2 if token == 3 else 1)
-        wanted, _ = case.oracle(row, query[token], position, sinks=sinks, **options)
+        wanted, _ = case.oracle(row, query[token], position, **options)
         torch.testing.assert_close(prefill[token].double().cpu(), wanted, rtol=0, atol=tolerance[dtype])
 
 

@@ -36,6 +36,9 @@ def draw(seed, make_case, *, small):
         "softcap": rng.choice((0.0, 0.0, 2.0)),
         "sinks": rng.choice((None, torch.randn(case.num_heads, generator=case.generator).to(wide))),
     }
+    if seed % 2:
+        slopes = torch.rand(case.num_heads, generator=torch.Generator().manual_seed(seed)) - 0.05
+        options["alibi_slopes"] = slopes.to(wide)
     return rng, case, options
 
 

@@ -32,7 +32,8 @@ def test_every_kernel_under_random_schedules(emulated, make_case, monkeypatch, t
     case = make_case([0, 1, 5, 11, 13], seed=seed, dtype=dtype, group=3, head_dim=40)
     query = case.random(5, case.num_heads, 40)
     sinks = torch.randn(case.num_heads, generator=case.generator)
-    options = {"scale": 0.2, "window": 7, "softcap": 3.0, "sinks": sinks}
+    slopes = torch.rand(case.num_heads, generator=case.generator)
+    options = {"scale": 0.2, "window": 7, "softcap": 3.0, "sinks": sinks, "alibi_slopes": slopes}
     got = attend(emulated, case, options, query)
     wanted = ops.attention.reference.paged_attention(
         query, case.key_cache, case.value_cache, case.block_tables, case.seq_lens, max_seq_len=64, **options

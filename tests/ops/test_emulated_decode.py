@@ -92,7 +92,7 @@ def check(case, query, got, *, rows=None, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_equals_float64_attention(emulated, make_case, monkeypatch, seed, kind, dtype, head_dim):
-    """Any block size, group, layout, window, cap, sinks, cut; every unwritten row and scale holds NaN."""
+    """Any block size, group, layout, window, cap, sinks, slopes, cut; every unwritten row and scale holds NaN."""
     monkeypatch.setenv("KVPAGER_EMULATE_SEED", str(seed))
     rng = random.Random(f"{seed} {kind} {dtype} {head_dim}")
     lengths = [rng.choice((0, 1, 15, 16, 17, 31, 70, 130)) for _ in range(rng.choice((1, 3, 5)))]
@@ -108,7 +108,7 @@ def test_equals_float64_attention(emulated, make_case, monkeypatch, seed, kind, 
     sinks = rng.choice((None, torch.randn(case.num_heads, generator=case.generator)))
     options = {
         "scale": head_dim**-0.5, "window": rng.choice((0, 1, 20, 65)), "softcap": rng.choice((0.0, 3.0)),
-        "sinks": sinks,
+        "sinks": sinks, "alibi_slopes": rng.choice((None, torch.rand(case.num_heads, generator=case.generator) - 0.02)),
     }  # fmt: skip
     cut = {"num_parts": rng.choice((None, 1, 2, 7, 40)), "fixed_split": rng.choice((0, 0, 16, 40))}
     cut["workspace"] = cut["num_parts"] is not None and rng.random() < 0.7
@@ -121,14 +121,16 @@ def cut_case(make_case, lengths, **options):
     return case, case.random(len(lengths), 3, 64), (case.key_cache, case.value_cache)
 
 
-@pytest.mark.parametrize("window", [0, 50])
-def test_a_fixed_split_knows_neither_batch_nor_cuts(emulated, make_case, monkeypatch, window):
+@pytest.mark.parametrize(("window", "slopes"), [(0, False), (50, False), (0, True), (50, True)])
+def test_a_fixed_split_knows_neither_batch_nor_cuts(emulated, make_case, monkeypatch, window, slopes):
     """Bit for bit: alone, in a batch, under any split plan and order of blocks."""
     lengths = [130, 5, 0, 97]
     case, query, caches = cut_case(make_case, lengths)
     options = {"scale": 0.2, "window": window, "fixed_split": 32}
+    if slopes:
+        options["alibi_slopes"] = torch.tensor([0.5, 0.0, -0.01])
     wanted = attend(emulated, case, query, caches, {}, **options)
-    check(case, query, wanted, scale=0.2, window=window)
+    check(case, query, wanted, scale=0.2, window=window, alibi_slopes=options.get("alibi_slopes"))
     for seed, num_parts in zip(SEEDS, (1, 4, 40), strict=True):
         monkeypatch.setenv("KVPAGER_EMULATE_SEED", str(seed))
         got = attend(emulated, case, query, caches, {}, num_parts=num_parts, workspace=True, **options)

@@ -52,7 +52,7 @@ class Batch:
             max_query_len=int(self.starts.diff().max()), **self.options, **options,
         )  # fmt: skip
 
-    def reference(self, *, scale, sinks=None, **options):
+    def reference(self, *, scale, sinks=None, alibi_slopes=None, **options):
         """In float64, over the numbers of the caches."""
         caches, scales = self.caches, [self.options["key_scale"], self.options["value_scale"]]
         wide = [
@@ -63,7 +63,9 @@ class Batch:
             wide = [cache.transpose(1, 2) for cache in wide]
         return ops.attention.reference.paged_prefill(
             self.query.double(), *wide, self.table, self.starts, self.lengths, scale=scale,
-            sinks=None if sinks is None else sinks.double(), max_query_len=10**6, max_seq_len=10**6, **options,
+            sinks=None if sinks is None else sinks.double(),
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.double(),
+            max_query_len=10**6, max_seq_len=10**6, **options,
         )  # fmt: skip
 
 
@@ -85,6 +87,7 @@ def test_b066_b078_b079_b084_equals_the_float64_reference(monkeypatch, tolerance
     )  # fmt: skip
     options = {"scale": 0.11, "window": rng.choice((0, 0, 1, 40)), "softcap": rng.choice((0.0, 3.0))}
     options["sinks"] = rng.choice((None, torch.randn(K * group)))
+    options["alibi_slopes"] = rng.choice((None, torch.rand(K * group) - 0.02))
     out, lse = batch.attend(**options)
     wanted, wanted_lse = batch.reference(**options)
     # A weight times the scale of a value is rounded to the type of the queries: another half unit of the last place.
@@ -108,18 +111,18 @@ def test_scales_far_from_1_lose_nothing(number, codes, size):
 
 
 @pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("window", [0, 50])
-def test_b081_bits_do_not_depend_on_chunks(codes, window):
+@pytest.mark.parametrize(("window", "slopes"), [(0, None), (50, None), (50, torch.tensor([0.5, 0.0, 0.1, -0.01]))])
+def test_b081_bits_do_not_depend_on_chunks(codes, window, slopes):
     """100 tokens at once and in chunks: each token gets the same bits, as long as its rows are not few."""
     whole = Batch(1, torch.bfloat16, codes, lengths=[100], query_lens=[100], sizes=(2, 2, 16, 128))
-    out, _ = whole.attend(scale=0.1, window=window)
+    options = {"scale": 0.1, "window": window, "alibi_slopes": slopes}
+    out, _ = whole.attend(**options)
     pieces = []
     for first, last in ((0, 33), (33, 70), (70, 100)):
         bounds = torch.tensor([0, last - first, last], dtype=torch.int32)
         pieces.append(
             ops.paged_prefill(
-                whole.query[first:last], *whole.caches, whole.table, bounds[:2], bounds[2:], scale=0.1, window=window,
-                **whole.options,
+                whole.query[first:last], *whole.caches, whole.table, bounds[:2], bounds[2:], **options, **whole.options,
             )
         )  # fmt: skip
     assert torch.equal(torch.cat(pieces), out[:100])

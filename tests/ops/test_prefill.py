@@ -59,6 +59,7 @@ def draw(seed):
         "window": rng.choice((0, 0, 1, 40, 128, 200)),
         "softcap": rng.choice((0.0, 3.0)),
         "sinks": rng.choice((None, torch.randn(K * group, generator=generator))),
+        "alibi_slopes": rng.choice((None, torch.rand(K * group, generator=generator) - 0.02)),
     }
     return query, caches, table, starts, torch.tensor(lengths, dtype=torch.int32), options
 
@@ -68,7 +69,7 @@ def draw(seed):
 def test_equals_the_float64_reference(tolerance, seed):
     query, caches, table, starts, lengths, options = draw(seed)
     out, lse = ops.paged_prefill_lse(query, *caches, table, starts, lengths, **options)
-    wide = {**options, "sinks": None if options["sinks"] is None else options["sinks"].double()}
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     wanted, wanted_lse = ops.attention.reference.paged_prefill(
         query.double(), *(cache.double() for cache in caches), table, starts, lengths,
         max_query_len=10**6, max_seq_len=10**6, **wide,
@@ -78,9 +79,9 @@ def test_equals_the_float64_reference(tolerance, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("window", "slopes"), [(0, None), (90, None), (90, torch.arange(-0.01, 0.5, 0.1))])
 @pytest.mark.usefixtures("isa")
-def test_b081_bits_do_not_depend_on_chunks_tiles_or_threads(threads, dtype, window):
+def test_b081_bits_do_not_depend_on_chunks_tiles_or_threads(threads, dtype, window, slopes):
     """290 tokens at once, in chunks of any size and on any number of threads: each token gets the same bits."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(7)
     T = 290
@@ -94,7 +95,8 @@ def test_b081_bits_do_not_depend_on_chunks_tiles_or_threads(threads, dtype, wind
         for start in range(0, T, size):
             stop = min(start + size, T)
             bounds = torch.tensor([0, stop - start, stop], dtype=torch.int32)
-            outs.append(ops.paged_prefill(query[start:stop], *caches, table, bounds[:2], bounds[2:], window=window))
+            own = (query[start:stop], *caches, table, bounds[:2], bounds[2:])
+            outs.append(ops.paged_prefill(*own, window=window, alibi_slopes=slopes))
         return torch.cat(outs)
 
     threads(1)

@@ -263,6 +263,22 @@ class TestProperty11:
             got = attend(path, KEYS, VALUES, QUERY, sinks=torch.tensor([sink]))
             assert expect(got, SCORES, VALUES, [sink]) != pytest.approx(plain, abs=1e-3)
 
+    def test_alibi(self, kernels, path):
+        if path == "shared prefix":
+            with pytest.raises(ArgumentError, match="`alibi_slopes`: wanted none beside a shared prefix"):
+                attend(path, KEYS, VALUES, QUERY, alibi_slopes=torch.tensor([0.5]))
+            return
+        plain = expect(attend(path, KEYS, VALUES, QUERY), SCORES, VALUES)
+        for slope in (0.5, -0.25):
+            distances = range(1 - len(KEYS), 1)
+            biased = [score + slope * distance for score, distance in zip(SCORES, distances, strict=True)]
+            got = attend(path, KEYS, VALUES, QUERY, alibi_slopes=torch.tensor([slope]))
+            assert expect(got, biased, VALUES) != pytest.approx(plain, abs=0.05)
+            # Neither the scale nor the cap touches it.
+            got = attend(path, KEYS, VALUES, QUERY, alibi_slopes=torch.tensor([slope]), softcap=1.0, scale=2.0)
+            bent = [math.tanh(2 * score) + slope * at for score, at in zip(SCORES, distances, strict=True)]
+            expect(got, bent, VALUES)
+
     def test_window(self, kernels, path):
         if path == "shared prefix":
             # A window has no shared prefix: the op refuses one, rather than ignoring it.

@@ -37,14 +37,16 @@ class Pool:
         ops.write_kv(key, value, *self.caches, slots, **self.scales, layout=self.layout)
 
 
-def oracle(query, keys, values, scale, softcap=0.0, sinks=None):
-    """Float64 attention of one query [H, D] over rows [n, K, D]."""
+def oracle(query, keys, values, scale, softcap=0.0, sinks=None, alibi_slopes=None):
+    """Float64 attention of one query [H, D] over rows [n, K, D], of which the last is its own."""
     group = query.shape[0] // keys.shape[1]
     outs = []
     for head in range(query.shape[0]):
         logits = keys[:, head // group].double() @ query[head].double() * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
+        if alibi_slopes is not None:
+            logits += alibi_slopes[head].double() * torch.arange(1 - len(logits), 1)
         extra = logits.new_empty(0) if sinks is None else sinks[head].double().reshape(1)
         weights = torch.softmax(torch.cat([logits, extra]), 0)[: len(logits)]
         outs.append(weights @ values[:, head // group].double())
@@ -105,7 +107,9 @@ def check_attention(case_seed, dtype, tolerance):
             for row, length in enumerate(lengths)]  # fmt: skip
     softcap, scale = rng.choice((0.0, 3.0)), 1 / math.sqrt(D)
     sinks = rng.choice((None, torch.randn(K * group, generator=generator)))
-    options = {**pool.scales, "layout": pool.layout, "softcap": softcap, "sinks": sinks}
+    slopes = rng.choice((None, torch.rand(K * group, generator=generator)))
+    bend = {"softcap": softcap, "sinks": sinks, "alibi_slopes": slopes}
+    options = {**pool.scales, "layout": pool.layout, **bend}
     query = torch.randn(4, K * group, D, generator=generator).to(number)
     out = ops.paged_attention(query, *pool.caches, table, ints(*lengths), **options)
     starts = torch.tensor([0, *[min(2, length) for length in lengths]]).cumsum(0).int()
@@ -116,12 +120,12 @@ def check_attention(case_seed, dtype, tolerance):
             assert (out[row] == 0).all()
             continue
         key, value = read[row]
-        wanted = oracle(query[row], key, value, scale, softcap, sinks)
+        wanted = oracle(query[row], key, value, scale, **bend)
         torch.testing.assert_close(out[row].double(), wanted, rtol=0, atol=tolerance[number])
         for i in range(min(2, length)):
             seen = length - min(2, length) + i + 1
             token = int(starts[row]) + i
-            wanted = oracle(queries[token], key[:seen], value[:seen], scale, softcap, sinks)
+            wanted = oracle(queries[token], key[:seen], value[:seen], scale, **bend)
             torch.testing.assert_close(prefill[token].double(), wanted, rtol=0, atol=tolerance[number])
 
 

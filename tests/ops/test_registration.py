@@ -18,8 +18,8 @@ def arguments_of(name):
     lengths = torch.tensor([5, 3], dtype=torch.int32)
     starts = torch.tensor([0, 2, 4], dtype=torch.int32)
     out, lse, query = torch.empty(4, 6, 8), torch.empty(4, 6), torch.randn(4, 6, 8)
-    sinks = torch.randn(6)
-    options = {"scale": 0.3, "max_seq_len": 8, "window": 3, "softcap": 2.0, "sinks": sinks}
+    heads = {"sinks": torch.randn(6), "alibi_slopes": torch.rand(6)}
+    options = {"scale": 0.3, "max_seq_len": 8, "window": 3, "softcap": 2.0, **heads}
     return {
         "write_kv": ((torch.randn(3, 2, 8), torch.randn(3, 2, 8), *caches, torch.tensor([3, -1, 9])), {}),
         "paged_attention": ((out[:2], lse[:2], query[:2], *caches, table, lengths), options),
@@ -150,6 +150,10 @@ BAD_ARGUMENTS = [
     ("block_tables", torch.zeros(3, 2).int(), "2 rows, one for each of `seq_lens`, got 3 rows"),
     ("sinks", torch.zeros(2), "[4] float32 on cpu, got [2] float32 on cpu"),
     ("sinks", torch.zeros(4).half(), "[4] float32 on cpu, got [4] float16 on cpu"),
+    ("alibi_slopes", torch.zeros(2), "[4] float32 on cpu, got [2] float32 on cpu"),
+    ("alibi_slopes", torch.zeros(4, 1), "[4] float32 on cpu, got [4, 1] float32 on cpu"),
+    ("alibi_slopes", torch.zeros(4).double(), "[4] float32 on cpu, got [4] float64 on cpu"),
+    ("alibi_slopes", torch.zeros(4, device="meta"), "[4] float32 on cpu, got [4] float32 on meta"),
     ("window", -1, "0 (all positions) or a positive number of positions, got -1"),
     ("softcap", -1.0, "0 (none) or a finite positive number, got -1.0"),
     ("layout", "NDH", '"HND" or "NHD", got NDH'),

@@ -47,11 +47,11 @@ def check(case, query, out, lse, tolerance, **options):
 
 @kernels_on_cpu
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 200])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("window", "slopes"), [(0, False), (100, False), (0, True), (100, True)])
 @pytest.mark.parametrize("fixed_split", [0, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_split_plan_gives_the_same_numbers(
-    kernels, make_case, tolerance, threads, num_parts, window, fixed_split, dtype
+    kernels, make_case, tolerance, threads, num_parts, window, slopes, fixed_split, dtype
 ):
     threads(2)
     case = make_case(LENGTHS, block_size=8, head_dim=16, group=3, dtype=dtype)
@@ -62,10 +62,11 @@ def test_any_split_plan_gives_the_same_numbers(
     )
     size = ops.workspace_bytes(7, case.num_heads, 16, max_seq_len=700, fixed_split=fixed_split, num_parts=num_parts)
     workspace = torch.zeros(size, dtype=torch.uint8)
-    options = {"scale": 0.2, "window": window, "sinks": sinks, "fixed_split": fixed_split}
+    slopes = torch.rand(case.num_heads, generator=case.generator) if slopes else None
+    options = {"scale": 0.2, "window": window, "sinks": sinks, "alibi_slopes": slopes, "fixed_split": fixed_split}
     out, lse = ops.paged_attention_lse(query, *rest, **options, split_plan=split_plan, workspace=workspace)
     assert (workspace == 0).all()
-    check(case, query, out, lse, tolerance, window=window, sinks=sinks)
+    check(case, query, out, lse, tolerance, window=window, sinks=sinks, alibi_slopes=slopes)
     again = ops.paged_attention_lse(query, *rest, **options, split_plan=split_plan)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
@@ -87,12 +88,12 @@ def test_the_kernel_cuts_as_the_split_plan_does(make_case, threads, tolerance):
 
 @kernels_on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 300])
-def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threads, dtype, window):
+@pytest.mark.parametrize(("window", "slopes"), [(0, None), (300, None), (300, torch.tensor([0.5, 0.0, 0.1, -0.01]))])
+def test_a_fixed_split_knows_neither_batch_nor_threads(kernels, make_case, threads, dtype, window, slopes):
     """Bit for bit: alone, in a batch, on one thread or two, under any split plan."""
     case = make_case([900, 5, 333, 0, 512], num_kv_heads=2, block_size=16, head_dim=64, group=2, dtype=dtype)
     query, key_cache, value_cache, tables, lengths = arguments_of(case)
-    options = {"fixed_split": 128, "window": window}
+    options = {"fixed_split": 128, "window": window, "alibi_slopes": slopes}
     threads(1)
     wanted = ops.paged_attention_lse(query, key_cache, value_cache, tables, lengths, **options)
     for count in (1, 2, 3):

@@ -27,7 +27,7 @@ struct Heads {
   const float *queries, *factors;                // what KeyProduct prepared
   float *tops, *totals, *rounded_totals, *sums;  // rounded_totals: of the weights that values were multiplied by
   float *weights, *shrinks, *value_factors;
-  int64_t padded;
+  int64_t padded, first;  // first: of the H query heads
 
   Heads from(int64_t head) const {
     return {queries + head * padded,
@@ -39,7 +39,8 @@ struct Heads {
             weights + head * kMaxChunk,
             shrinks + head,
             value_factors + head,
-            padded};
+            padded,
+            first + head};
   }
 };
 
@@ -110,10 +111,10 @@ void dot_rows(const Heads& heads, const Rows<C>& rows, int64_t head_dim) {
 }
 
 // Scores -> weights, relative to the largest logit so far, as ValueProduct wants them. All heads go through each stage
-// together: one alone would wait for itself.
+// together: one alone would wait for itself. `distances`: of the tokens from the query, if there are slopes.
 template <class T, class C, int G>
-void soften(const AttentionParams<T, C>& p, const Heads& heads, int64_t count, const float* key_scales,
-            const float* value_scales) {
+void soften(const AttentionParams<T, C>& p, const Heads& heads, int64_t count, const float* distances,
+            const float* key_scales, const float* value_scales) {
   const int64_t padded_count = (count + kPair - 1) / kPair * kPair;  // <= kMaxChunk
   float* scores = heads.weights;
   Vec factors[G], bases[G], weight_sums[G];
@@ -125,6 +126,12 @@ void soften(const AttentionParams<T, C>& p, const Heads& heads, int64_t count, c
       if (p.options.softcap > 0) logits = mul(tanh(div(logits, splat(p.options.softcap))), splat(p.options.softcap));
       store(scores + g * kMaxChunk + i, logits);
     }
+  if (p.options.alibi_slopes.data != nullptr)
+    for (int g = 0; g < G; ++g)
+      for (int64_t i = 0; i < count; i += kWidth) {
+        float* const some = scores + g * kMaxChunk + i;
+        store(some, fma(load(distances + i), splat(p.options.alibi_slopes[heads.first + g]), load(some)));
+      }
   for (int g = 0; g < G; ++g) {
     for (int64_t i = count; i < padded_count; ++i) scores[g * kMaxChunk + i] = -INFINITY;
     Vec tops = splat(heads.tops[g]);
@@ -225,9 +232,17 @@ KVPAGER_INLINE void for_groups(const Heads& all, int64_t kv_head, int64_t group,
   }
 }
 
+// Of `count` tokens from position `begin` on from the query at `position`, in the order of a chunk's rows.
+inline void find_distances(int64_t begin, int64_t count, int64_t position, float* woven) {
+  float distances[kMaxChunk];
+  for (int64_t i = 0; i < count; ++i) distances[i] = static_cast<float>(begin + i - position);
+  weave(distances, count, woven);
+}
+
 // Weights of one chunk for all heads.
 template <class T, class C>
-void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chunk<C>& following, const Heads& all) {
+void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chunk<C>& following,
+                const float* distances, const Heads& all) {
   const int64_t K = p.pool.num_kv_heads, group = p.num_heads / K;
   alignas(64) float key_scales[kMaxChunk], value_scales[kMaxChunk];
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
@@ -245,7 +260,7 @@ void sweep_keys(const AttentionParams<T, C>& p, const Chunk<C>& chunk, const Chu
     rows.next = last ? HeadRows<C>{chunk.values, 0} : HeadRows<C>{chunk.keys, (kv_head + 1) * p.key_cache.head_stride};
     for_groups(all, kv_head, group, [&](auto size, const Heads& heads) {
       dot_rows<T, C, decltype(size)::value>(heads, rows, p.pool.head_dim);
-      soften<T, C, decltype(size)::value>(p, heads, chunk.count, key_scales, value_scales);
+      soften<T, C, decltype(size)::value>(p, heads, chunk.count, distances, key_scales, value_scales);
       rows.next = rows.now;  // asked for already: these are at hand
     });
   }
@@ -283,16 +298,19 @@ void attend_piece(const AttentionParams<T, C>& p, const Piece& piece, float* scr
     result.totals[head] = rounded_totals[head] = 0;
   }
   memset(sums, 0, H * padded * sizeof(float));
-  const Heads heads{queries, factors, result.tops, result.totals, rounded_totals,
-                    sums,    weights, shrinks,     value_factors, padded};
+  const Heads heads{queries, factors, result.tops, result.totals, rounded_totals, sums, weights, shrinks, value_factors,
+                    padded,  0};
   const int64_t length = chunk_length(p.pool.block_size);
   Chunk<C> chunks[2];  // the one being attended and the one after it, in turn
+  alignas(64) float distances[kMaxChunk] = {};
   find_rows(p, piece.row, piece.begin, piece.end, length, chunks[0]);
   int turn = 0;
   for (int64_t position = piece.begin; position < piece.end; position += length, turn ^= 1) {
     const Chunk<C>&chunk = chunks[turn], &following = chunks[turn ^ 1];
     find_rows(p, piece.row, position + length, piece.end, length, chunks[turn ^ 1]);
-    sweep_keys(p, chunk, following, heads);
+    if (p.options.alibi_slopes.data != nullptr)
+      find_distances(position, chunk.count, p.seq_lens[piece.row] - 1, distances);
+    sweep_keys(p, chunk, following, distances, heads);
     sweep_values(p, chunk, following, heads);
   }
 

@@ -191,6 +191,14 @@ class TileWorker {
       for (int64_t i = from; i < to; i += kWidth)
         store(score + i, mul(tanh(div(load(score + i), splat(p.options.softcap))), splat(p.options.softcap)));
     const int64_t position = position_of(row), seen_from = p.options.first_visible(position) - chunk;
+    if (p.options.alibi_slopes.data != nullptr) {
+      const Vec slope = splat(p.options.alibi_slopes[head_of(row)]);
+      float distances[kWidth];  // exact below 2^24, as the steps are
+      for (int lane = 0; lane < kWidth; ++lane) distances[lane] = static_cast<float>(chunk + from + lane - position);
+      Vec distance = load(distances);
+      for (int64_t i = from; i < to; i += kWidth, distance = add(distance, splat(kWidth)))
+        store(score + i, fma(distance, slope, load(score + i)));
+    }
     for (int64_t i = from; i < seen_from && i < to; ++i) score[i] = -INFINITY;
     for (int64_t i = position + 1 > chunk + from ? position + 1 - chunk : from; i < to; ++i) score[i] = -INFINITY;
     Vec highest = splat(tops[row]);

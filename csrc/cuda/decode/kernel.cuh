@@ -10,8 +10,9 @@
 //
 // Budgets, for D = 128 on sm_90 (the tools read the lines below): a tile is 8 KB of K and V in 16 loads of 16 bytes a
 // lane, so 12 warps have up to 96 KB under way on a multiprocessor, where 26 KB (bfloat16) of latency must be covered.
-// The loop is 38 instructions for a KB of K and V in bfloat16, 81 in fp8 and 106 in int8, all branches counted (a new
-// largest logit, the cap, the ends of a piece), of 248 that a multiprocessor can issue while memory brings a KB.
+// The loop is about 40 instructions for a KB of K and V in bfloat16, 85 in fp8 and 110 in int8, all branches counted
+// (a new largest logit, the options, the ends of a piece), of 248 that a multiprocessor can issue while memory brings
+// a KB.
 // budget: kernel=decode_kernel registers=168 shared=18720 spills=0 threads=128 loads16=4 mma=18
 // budget: kernel=decode_kernel<bfloat16,bfloat16,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=24
 // budget: kernel=decode_kernel<float16,float16,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=24

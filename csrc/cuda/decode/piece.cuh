@@ -95,6 +95,19 @@ __device__ __forceinline__ void finish_scores(Scores<Shape>& scores, float facto
       if (const int token = Shape::token(i, lane); token < begin || token >= end) scores[i] = -INFINITY;
 }
 
+// Adds ALiBi to logits, for a tile that begins at position `first` of `row`. What it needs is read anew for each tile:
+// kept, it would take registers from calls without slopes. In bounds: row < num_sequences, head + r < H.
+template <class Shape, class P>
+__device__ __forceinline__ void add_alibi(Scores<Shape>& scores, const P& p, int row, int first, int lane) {
+  const HeadTile tile = head_tile(p);
+  const int r = lane / 4;
+  const float slope = kLog2E * p.options.alibi_slopes[tile.head + (r < tile.heads ? r : 0)];
+  const float distance = static_cast<float>(first + Shape::token(0, lane) - (p.seq_lens[row] - 1));
+#pragma unroll
+  for (int i = 0; i < 4 * Shape::kSubtiles; ++i)
+    scores[i] += slope * (distance + static_cast<float>(Shape::token(i, lane) - Shape::token(0, lane)));
+}
+
 // The tiles of a piece that fall to one warp. False if a table entry was no block.
 template <class Shape>
 __device__ __forceinline__ bool attend_piece(const DecodeParams<typename Shape::T, typename Shape::C>& params,
@@ -123,6 +136,8 @@ __device__ __forceinline__ bool attend_piece(const DecodeParams<typename Shape::
     reader.check_block();
     reader.load_keys(tile);
     finish_scores<Shape>(scores, factor, key_scale, params.logits.cap, begin - first, end - first, lane);
+    if (params.attention.options.alibi_slopes.data != nullptr)
+      add_alibi<Shape>(scores, params.attention, piece.row, first, lane);
     weigh<Shape>(sums, scores, value_scale, lane);
     if (first < begin || first + kTokens > end) hide_values<Shape>(tile, begin - first, end - first, lane);
     add_values<Shape>(sums, tile, scores);

@@ -40,6 +40,8 @@ struct PrefillLane {
                              : -INFINITY;
       top[half] = sink * kLog2E;
       total[half] = sink > -INFINITY && lane % 4 == 0 ? 1.0f : 0.0f;
+      // In bounds: a row of no token has a head below H all the same.
+      slope[half] = p.options.alibi_slopes.data ? p.options.alibi_slopes[head_of(half)] * kLog2E : 0.0f;
     }
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
@@ -64,6 +66,20 @@ struct PrefillLane {
         const bool hidden = !all_see_all && (seen > at || (p.options.window > 0 && seen <= at - p.options.window));
         score[n][e] = hidden ? -INFINITY : number;
       }
+    if (p.options.alibi_slopes.data != nullptr) add_alibi(base, score);
+  }
+
+  // Adds ALiBi to logits.
+  __device__ __forceinline__ void add_alibi(int32_t base, float (&score)[kColumns / 8][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float distance = static_cast<float>(base + warp_column + lane % 4 * 2 - position[half]);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e)
+          score[n][e] += slope[half] * (distance + static_cast<float>(8 * n + e % 2));
+    }
   }
 
   // Logits to weights (in a quantised cache times the value's scale); the sums of before shrink by `shrink`.
@@ -142,6 +158,7 @@ struct PrefillLane {
   const int lane, warp, warp_row, warp_column;
   float sums[kHeadDim / 8][4], top[2], total[2];  // out times total, divided by value_power; the largest logit
   float value_power = kHasPower ? 0x1p-120f : 1.0f, power_change = 1.0f;
+  float slope[2];  // of ALiBi, in units of log 2
   int32_t position[2];
 };
 

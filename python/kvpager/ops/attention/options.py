@@ -22,6 +22,8 @@ class AttentionOptions(NamedTuple):
         window: positions a query sees, itself included; 0 = all. Blocks wholly before the window are not read.
         softcap: c > 0 bends a score s to c · tanh(s / c), before the mask; 0 = none.
         sinks: sinks [H] float32 (float64 with float64): logits added to each head's softmax denominator.
+        alibi_slopes: alibi_slopes [H], like `sinks`: slope · (position of the key − position of the query) is added to
+            a head's scores, after the softcap (ALiBi, Press et al. 2022). A slope that is not finite gives NaN.
         key_scale: of a quantised cache, key_scale [N, K, S] or, NHD, [N, S, K] float32, or [1] for the whole cache.
         value_scale: value_scale, like `key_scale`.
     """
@@ -30,6 +32,7 @@ class AttentionOptions(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
@@ -58,6 +61,7 @@ class ScoreKeywords(TypedDict, total=False):
     window: int
     softcap: float
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
 
 
 class ScaleKeywords(TypedDict, total=False):
@@ -99,11 +103,12 @@ OPTIONS_SCHEMA = ", ".join(
 def check_options(options: AttentionOptions, query: Tensor) -> None:
     """Metadata of the options, beside query [T, H, D]; the scales are checked beside their caches."""
     H, dtype = query.shape[1], accumulate_dtype(query.dtype)
-    sinks, window = options.sinks, options.window
-    if sinks is not None and (sinks.shape != (H,) or sinks.dtype is not dtype or sinks.device != query.device):
-        refuse("sinks", f"[{H}] {str(dtype).removeprefix('torch.')} on {query.device}", sinks)
-    if window < 0:
-        raise ArgumentError("window", "0 (all positions) or a positive number of positions", window)
+    for name, numbers in (("sinks", options.sinks), ("alibi_slopes", options.alibi_slopes)):  # one for each head
+        if numbers is None or (numbers.shape == (H,) and numbers.dtype is dtype and numbers.device == query.device):
+            continue
+        refuse(name, f"[{H}] {str(dtype).removeprefix('torch.')} on {query.device}", numbers)
+    if options.window < 0:
+        raise ArgumentError("window", "0 (all positions) or a positive number of positions", options.window)
     check_factors(options.scale, options.softcap, dtype)
 
 

@@ -37,7 +37,7 @@ def attention(
         values: values [n, K, D].
         first_position: position of keys[0].
         query_position: position of query[0]; each query sees keys up to its own position.
-        options: scale, window, softcap and sinks are used; keys and values are numbers here.
+        options: all but the scales of a cache are used; keys and values are numbers here.
 
     Returns:
         (out [t, H, D], lse [t, H]) in float32, or float64 for float64 queries.
@@ -47,9 +47,9 @@ def attention(
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
     keys = keys.repeat_interleave(group, dim=1)  # [n, H, D]: query head h reads kv head h // group
     values = values.repeat_interleave(group, dim=1)
-    scores = scores_of(torch.einsum("thd,nhd->htn", query, keys), query.shape[2], options)
     at = torch.arange(len(query), device=query.device).unsqueeze(1) + query_position  # [t, 1]
     seen = torch.arange(len(keys), device=query.device) + first_position  # [n]
+    scores = scores_of(torch.einsum("thd,nhd->htn", query, keys), query.shape[2], seen - at, options)
     hidden = seen > at
     if options.window:
         hidden |= seen <= at - options.window
@@ -61,11 +61,13 @@ def attention(
     return torch.einsum("htn,nhd->thd", weights, values), lse.T
 
 
-def scores_of(products: Tensor, head_dim: int, options: AttentionOptions) -> Tensor:
-    """Scores of products of queries and keys."""
+def scores_of(products: Tensor, head_dim: int, distances: Tensor, options: AttentionOptions) -> Tensor:
+    """Scores of products [H, ...] of queries and keys; `distances` [...]: position of the key less the query's."""
     scores = products * (head_dim**-0.5 if options.scale is None else options.scale)
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        scores = scores + options.alibi_slopes.to(scores.dtype).view(-1, *[1] * distances.dim()) * distances
     return scores
 
 
@@ -235,7 +237,8 @@ def attend_blockwise(
         start, stop = max(first - logical * S, 0), min(length - logical * S, S)  # the part that is written and seen
         keys = key_cache[block, :, start:stop].to(dtype).repeat_interleave(group, dim=0)  # [H, n, D]
         values = value_cache[block, :, start:stop].to(dtype).repeat_interleave(group, dim=0)
-        scores = scores_of(torch.einsum("hd,hnd->hn", query.to(dtype), keys), D, options)
+        distances = torch.arange(start, stop, device=query.device) + (logical * S - (length - 1))
+        scores = scores_of(torch.einsum("hd,hnd->hn", query.to(dtype), keys), D, distances, options)
         new_top = torch.maximum(top, scores.amax(dim=1))
         shrink = torch.exp(top - new_top)  # exp(−inf) = 0 in the first block
         weights = torch.exp(scores - new_top.unsqueeze(1))
