@@ -25,9 +25,10 @@
   X(float16, Half, "float16", __VA_ARGS__)       \
   X(bfloat16, BFloat16, "bfloat16", __VA_ARGS__) \
   X(double, Double, "float64", __VA_ARGS__)
-#define KVPAGER_FOR_CODES(X, ...)         \
-  X(int8_code, Char, "int8", __VA_ARGS__) \
-  X(fp8_e4m3, Float8_e4m3fn, "float8_e4m3fn", __VA_ARGS__)
+#define KVPAGER_FOR_CODES(X, ...)                          \
+  X(int8_code, Char, "int8", __VA_ARGS__)                  \
+  X(fp8_e4m3, Float8_e4m3fn, "float8_e4m3fn", __VA_ARGS__) \
+  X(fp8_e5m2, Float8_e5m2, "float8_e5m2", __VA_ARGS__)
 
 // X(T, C) for every pair of a type of numbers below double and the caches it may stand beside: its own type, or codes.
 #define KVPAGER_FOR_CACHES(X) \
@@ -47,6 +48,9 @@ struct int8_code {
 };
 struct fp8_e4m3 {
   uint8_t bits;  // sign, 4 exponent bits of bias 7, 3 of mantissa; no inf, 0x7f and 0xff are NaN, the largest is 448
+};
+struct fp8_e5m2 {
+  uint8_t bits;  // the upper byte of a float16: 5 exponent bits of bias 15, 2 of mantissa; the largest is 57344
 };
 
 // Whether caches of this type are quantised: whether it is a type of codes.
@@ -68,6 +72,10 @@ struct CodeTraits<int8_code> {
 template <>
 struct CodeTraits<fp8_e4m3> {
   static constexpr float kLargest = 448;
+};
+template <>
+struct CodeTraits<fp8_e5m2> {
+  static constexpr float kLargest = 57344;
 };
 
 // The type of all arithmetic over T: float, or double for double.
@@ -123,6 +131,12 @@ KVPAGER_HD constexpr float widen(fp8_e4m3 number) {
   return float_of_bits(sign | widen_magnitude<7, 3>(magnitude));
 }
 
+KVPAGER_HD constexpr float widen(fp8_e5m2 number) {
+  const uint32_t sign = uint32_t{number.bits} << 24 & 0x80000000u, magnitude = number.bits & 0x7fu;
+  if (magnitude >= 0x7cu) return float_of_bits(sign | 0x7f800000u | magnitude << 21);  // inf, NaN
+  return float_of_bits(sign | widen_magnitude<15, 2>(magnitude));
+}
+
 // fp8 from a float; a NaN becomes 0x7f.
 template <class C, int kBias, int kMantissa>
 KVPAGER_HD constexpr C narrow_fp8(float number) {
@@ -165,6 +179,8 @@ KVPAGER_HD constexpr T narrow(accumulate_t<T> number) {
     return int8_code{static_cast<int8_t>(number == number ? float_bits(bounded + 12582912.0f) & 0xffu : 0u)};
   } else if constexpr (std::is_same_v<T, fp8_e4m3>) {
     return narrow_fp8<fp8_e4m3, 7, 3>(number);
+  } else if constexpr (std::is_same_v<T, fp8_e5m2>) {
+    return narrow_fp8<fp8_e5m2, 15, 2>(number);
   } else {
     static_assert(std::is_same_v<T, accumulate_t<T>>, "narrow() has no rule for this type");
     return number;

@@ -78,6 +78,30 @@ def test_native_codes_are_those_of_the_specification(isa, dtype, seed):
             assert (error <= bound * (1 + 1e-5)).all()
 
 
+@kernels_on_cpu
+@pytest.mark.parametrize("dtype", CODES)
+def test_numbers_of_every_size_are_rounded_as_torch_rounds_them(kernels, dtype):
+    """Under the scale 1: random bits, every code, what lies half way between two codes, and the floats beside it."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    bits = torch.randint(low, high, (20_000,), generator=generator, dtype=torch.int32)
+    known = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+    known = known[known.isfinite()].sort().values
+    half = (known[1:] + known[:-1]) / 2
+    infinite = torch.full_like(half, INF)
+    numbers = torch.cat([bits.view(torch.float32), known, half, half.nextafter(infinite), half.nextafter(-infinite)])
+    rows = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 8)]).reshape(-1, 1, 8)
+    pool = Pool(len(rows), 1, 1, 8, dtype=dtype, one_scale=1.0)
+    pool.write(rows, rows, torch.arange(len(rows)))
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        wanted = rows.clamp(-largest, largest).to(dtype).float()  # a NaN stays one
+    else:
+        wanted = rows.clamp(-127, 127).nan_to_num(0.0).round()
+    got = pool.caches[0].reshape(rows.shape).float()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def check_attention(case_seed, dtype, tolerance):
     rng, generator = random.Random(case_seed), torch.Generator().manual_seed(case_seed)
     K, group, S = rng.choice((1, 2)), rng.choice((1, 2, 3, 4, 7)), rng.choice((1, 4, 16))
@@ -315,10 +339,11 @@ def test_b089_what_came_first_sets_no_scale(kernels, dtype):
             pool.write(rows / 1000, rows / 1000, torch.arange(8))
         pool.write(rows, rows, torch.arange(8, 16))
         pools.append(pool)
+    most = torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 1 / 16
     for pool in pools:
         read, _ = ops.gather_kv(*pool.caches, ints(1).reshape(1, 1), ints(8), **pool.scales)
         large = rows.abs() >= 1
-        assert ((read - rows).abs() / rows.abs())[large].max() <= 1 / 16
+        assert ((read - rows).abs() / rows.abs())[large].max() <= most
     assert torch.equal(*(pool.cache.storage.view(2, 2, -1)[:, 1] for pool in pools))
     old, _ = ops.gather_kv(*pools[0].caches, ints(0).reshape(1, 1), ints(8), **pools[0].scales)
     pools[0].write(rows * 50, rows * 50, torch.arange(8, 16))

@@ -46,6 +46,10 @@ KVPAGER_INLINE Vec load(const fp8_e4m3* source) {
   return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_mask_blend_epi16(nan, half, _mm256_set1_epi16(0x7e00))),
                        _mm512_set1_ps(256.0f));
 }
+KVPAGER_INLINE Vec load(const fp8_e5m2* source) {  // upper bytes of fp16
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
+}
 // The elements at even and at odd places of 32 bfloat16.
 KVPAGER_INLINE Vec load_even(const bfloat16* source) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(source), 16));
