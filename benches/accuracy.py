@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvpager import ops
 from kvpager.cache import PagedKVCache
+from kvpager.cache_dtypes import CACHE_DTYPES
 from kvpager.config import CacheConfig, ModelConfig
 from kvpager.loader import BUNDLED_MODEL, load_parameters
 from kvpager.manager import KVBlockManager
@@ -26,14 +27,8 @@ from kvpager.models import DecoderForCausalLM
 from kvpager.runner import ModelRunner
 from kvpager.verify import forward_eager
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "fp8_e4m3": torch.float8_e4m3fn,
-}
-QUANTISED = ("int8", "fp8_e4m3")
+DTYPES = {each.name: getattr(torch, each.torch_name) for each in CACHE_DTYPES if each.name != "float64"}
+QUANTISED = [each.name for each in CACHE_DTYPES if each.is_codes]
 K, G, D, S, CONTEXT = 8, 4, 128, 16, 2048
 
 

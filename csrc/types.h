@@ -25,9 +25,10 @@
   X(float16, Half, "float16", __VA_ARGS__)       \
   X(bfloat16, BFloat16, "bfloat16", __VA_ARGS__) \
   X(double, Double, "float64", __VA_ARGS__)
-#define KVPAGER_FOR_CODES(X, ...)         \
-  X(int8_code, Char, "int8", __VA_ARGS__) \
-  X(fp8_e4m3, Float8_e4m3fn, "float8_e4m3fn", __VA_ARGS__)
+#define KVPAGER_FOR_CODES(X, ...)                          \
+  X(int8_code, Char, "int8", __VA_ARGS__)                  \
+  X(fp8_e4m3, Float8_e4m3fn, "float8_e4m3fn", __VA_ARGS__) \
+  X(fp8_e5m2, Float8_e5m2, "float8_e5m2", __VA_ARGS__)
 
 // X(T, C) for every pair of a type of numbers below double and the caches it may stand beside: its own type, or codes.
 #define KVPAGER_FOR_CACHES(X) \
@@ -47,6 +48,9 @@ struct int8_code {
 };
 struct fp8_e4m3 {
   uint8_t bits;  // sign, 4 exponent bits of bias 7, 3 of mantissa; no inf, 0x7f and 0xff are NaN, the largest is 448
+};
+struct fp8_e5m2 {
+  uint8_t bits;  // the upper byte of a float16: 5 exponent bits of bias 15, 2 of mantissa; the largest is 57344
 };
 
 // Whether caches of this type are quantised: whether it is a type of codes.
@@ -69,6 +73,10 @@ template <>
 struct CodeTraits<fp8_e4m3> {
   static constexpr float kLargest = 448;
 };
+template <>
+struct CodeTraits<fp8_e5m2> {
+  static constexpr float kLargest = 57344;
+};
 
 // The type of all arithmetic over T: float, or double for double.
 template <class T>
@@ -82,6 +90,23 @@ using cache_type = std::conditional_t<std::is_same_v<Cache, query_type>, T, Cach
 KVPAGER_HD constexpr uint32_t float_bits(float number) { return __builtin_bit_cast(uint32_t, number); }
 KVPAGER_HD constexpr float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
+// Types of fewer bits than float, with kMantissa bits of mantissa and exponents that count from kBias: the bits of a
+// magnitude to those of the same float, and a float's rounded half to even, if it is no larger than the type's largest.
+template <int kBias, int kMantissa>
+KVPAGER_HD constexpr uint32_t widen_magnitude(uint32_t magnitude) {
+  if (magnitude >> kMantissa) return (magnitude << (23 - kMantissa)) + (uint32_t{127 - kBias} << 23);
+  constexpr float kStep = float_of_bits(uint32_t{128 - kBias - kMantissa} << 23);  // between subnormal numbers
+  return float_bits(static_cast<float>(magnitude) * kStep);
+}
+template <int kBias, int kMantissa>
+KVPAGER_HD constexpr uint32_t narrow_magnitude(uint32_t magnitude) {
+  constexpr int kDropped = 23 - kMantissa;
+  constexpr float kUnit = float_of_bits(uint32_t{151 - kBias - kMantissa} << 23);  // its last place is such a step
+  if (magnitude < uint32_t{128 - kBias} << 23) return float_bits(float_of_bits(magnitude) + kUnit) - float_bits(kUnit);
+  const uint32_t half = (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1u);
+  return (magnitude + half - (uint32_t{127 - kBias} << 23)) >> kDropped;
+}
+
 KVPAGER_HD float widen(float number) { return number; }
 KVPAGER_HD double widen(double number) { return number; }
 KVPAGER_HD float widen(bfloat16 number) { return float_of_bits(uint32_t{number.bits} << 16); }
@@ -93,10 +118,8 @@ KVPAGER_HD float widen(float16 number) {
   return wide;
 #else
   const uint32_t sign = uint32_t{number.bits} << 16 & 0x80000000u, magnitude = number.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);       // inf, NaN
-  if (magnitude >= 0x0400u) return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));  // bias 15 -> 127
-  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
-  return sign ? -subnormal : subnormal;
+  if (magnitude >= 0x7c00u) return float_of_bits(sign | 0x7f800000u | magnitude << 13);  // inf, NaN
+  return float_of_bits(sign | widen_magnitude<15, 10>(magnitude));
 #endif
 }
 
@@ -105,8 +128,23 @@ KVPAGER_HD constexpr float widen(int8_code number) { return number.code; }
 KVPAGER_HD constexpr float widen(fp8_e4m3 number) {
   const uint32_t sign = uint32_t{number.bits} << 24 & 0x80000000u, magnitude = number.bits & 0x7fu;
   if (magnitude == 0x7fu) return float_of_bits(sign | 0x7fc00000u);
-  if (magnitude >= 0x08u) return float_of_bits(sign | ((magnitude << 20) + (120u << 23)));  // bias 7 -> 127
-  return float_of_bits(sign | float_bits(static_cast<float>(magnitude) * 0x1p-9f));
+  return float_of_bits(sign | widen_magnitude<7, 3>(magnitude));
+}
+
+KVPAGER_HD constexpr float widen(fp8_e5m2 number) {
+  const uint32_t sign = uint32_t{number.bits} << 24 & 0x80000000u, magnitude = number.bits & 0x7fu;
+  if (magnitude >= 0x7cu) return float_of_bits(sign | 0x7f800000u | magnitude << 21);  // inf, NaN
+  return float_of_bits(sign | widen_magnitude<15, 2>(magnitude));
+}
+
+// fp8 from a float; a NaN becomes 0x7f.
+template <class C, int kBias, int kMantissa>
+KVPAGER_HD constexpr C narrow_fp8(float number) {
+  constexpr uint32_t kLargest = float_bits(CodeTraits<C>::kLargest);
+  const uint32_t bits = float_bits(number), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  const uint32_t bounded = magnitude < kLargest ? magnitude : kLargest;
+  const uint32_t code = magnitude > 0x7f800000u ? 0x7fu : narrow_magnitude<kBias, kMantissa>(bounded);
+  return C{static_cast<uint8_t>(sign | code)};
 }
 
 // narrow<T>(x): nearest T, ties to even; NaN stays NaN, overflow becomes inf. Codes of a quantised cache saturate, and
@@ -131,11 +169,8 @@ KVPAGER_HD constexpr T narrow(accumulate_t<T> number) {
       result = 0x7e00u;
     } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to inf
       result = 0x7c00u;
-    } else if (magnitude <
-               0x38800000u) {  // below 2^-14: one unit in the last place of 0.5 is a subnormal's step, 2^-24
-      result = float_bits(float_of_bits(magnitude) + 0.5f) - float_bits(0.5f);
     } else {
-      result = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+      result = narrow_magnitude<15, 10>(magnitude);
     }
     return float16{static_cast<uint16_t>(sign | result)};
   } else if constexpr (std::is_same_v<T, int8_code>) {
@@ -143,18 +178,9 @@ KVPAGER_HD constexpr T narrow(accumulate_t<T> number) {
     // Adding 1.5 * 2^23 leaves no room for a fraction: rounded to even, the code in the low bits.
     return int8_code{static_cast<int8_t>(number == number ? float_bits(bounded + 12582912.0f) & 0xffu : 0u)};
   } else if constexpr (std::is_same_v<T, fp8_e4m3>) {
-    const uint32_t bits = float_bits(number), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-    uint32_t result;
-    if (magnitude > 0x7f800000u) {
-      result = 0x7fu;
-    } else if (magnitude >= 0x43e00000u) {  // 448 and more
-      result = 0x7eu;
-    } else if (magnitude < 0x3c800000u) {  // below 2^-6: a unit in the last place of 2^14 is a subnormal's step, 2^-9
-      result = float_bits(float_of_bits(magnitude) + 16384.0f) - float_bits(16384.0f);
-    } else {
-      result = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
-    }
-    return fp8_e4m3{static_cast<uint8_t>(sign | result)};
+    return narrow_fp8<fp8_e4m3, 7, 3>(number);
+  } else if constexpr (std::is_same_v<T, fp8_e5m2>) {
+    return narrow_fp8<fp8_e5m2, 15, 2>(number);
   } else {
     static_assert(std::is_same_v<T, accumulate_t<T>>, "narrow() has no rule for this type");
     return number;

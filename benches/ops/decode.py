@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kvpager import PagedKVCache, ops
+from kvpager.cache_dtypes import CACHE_DTYPES
 from kvpager.huge_pages import advise_huge_pages
 from ops.machine import Machine
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128
-DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn,
-}  # fmt: skip
+DTYPES = {each.name: getattr(torch, each.torch_name) for each in CACHE_DTYPES if each.name != "float64"}
 
 
 @dataclass(frozen=True)

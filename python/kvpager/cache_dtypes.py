@@ -47,6 +47,7 @@ CACHE_DTYPES = (
     CacheDtype("float64", "float64", 8),
     CacheDtype("int8", "int8", 1, largest_code=127.0),
     CacheDtype("fp8_e4m3", "float8_e4m3fn", 1, largest_code=448.0),
+    CacheDtype("fp8_e5m2", "float8_e5m2", 1, largest_code=57344.0),
 )
 _BY_NAME = {name: dtype for dtype in CACHE_DTYPES for name in (dtype.torch_name, dtype.name)}
 

@@ -20,6 +20,7 @@ from kvpager.runner import ModelRunner
 from kvpager.verify import forward_eager
 
 CODES = [each.name for each in CACHE_DTYPES if each.is_codes]
+LARGEST_GAP = {"int8": 0.03, "fp8_e4m3": 0.15, "fp8_e5m2": 0.3}
 PROMPTS = ["The for statement", "Return the file", "A class definition defines a class object. The base classes are"]
 
 
@@ -76,10 +77,10 @@ def test_a_cache_of_codes_decodes_as_the_cache_itself_does(name: str) -> None:
         runner.block_manager.release_sequence(number)
 
 
-@pytest.mark.parametrize(("name", "most"), [("int8", 0.03), ("fp8_e4m3", 0.15)])
-def test_a_cache_of_codes_stays_near_the_numbers(name: str, most: float) -> None:
+@pytest.mark.parametrize("name", CODES)
+def test_a_cache_of_codes_stays_near_the_numbers(name: str) -> None:
     """Log-probabilities of a prompt's tokens differ from those of a float32 cache by rounding: int8 1 in 254 of a row's
-    largest, fp8 1 in 16 of each number, in each of 4 layers."""
+    largest, fp8 1 in 16 or 1 in 8 of each number, in each of 4 layers."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     found = []
     for kept in ("auto", name):
@@ -88,7 +89,7 @@ def test_a_cache_of_codes_stays_near_the_numbers(name: str, most: float) -> None
         assert output.prompt_logprobs is not None
         found.append([next(iter(each.values())).logprob for each in output.prompt_logprobs if each])
     gap = (torch.tensor(found[0]) - torch.tensor(found[1])).abs().max()
-    assert 0 < gap < most
+    assert 0 < gap < LARGEST_GAP[name]
 
 
 @pytest.mark.parametrize("name", ["auto", *CODES])

@@ -9,6 +9,7 @@ import torch
 from kvpager import native, ops
 from kvpager.errors import ArgumentError, SlotError
 from kvpager.ops.op import OPS
+from kvpager.ops.tensors import QUANTISED_DTYPES as CODES
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
@@ -79,7 +80,7 @@ def test_captured_graph_follows_new_lengths_and_tables(make_case):
     ops.check_errors()
 
 
-@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codes", [None, *CODES])
 def test_a_captured_decode_allocates_nothing_and_follows_split_plans(make_case, tolerance, codes):
     """Schedule and workspace are static too; lengths, tables and cuts change between replays."""
     case = make_case([3000, 17, 0, 900], dtype=torch.bfloat16, num_kv_heads=4, group=4, head_dim=128, block_size=16)
@@ -132,7 +133,7 @@ def test_bad_values_wait_on_the_device(make_case):
         ops.check_errors()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", CODES)
 def test_quantised_writes_and_gathers_equal_the_reference(dtype):
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(5, 2, 64, generator=generator).bfloat16() for _ in range(2)]

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from kvpager import ops
+from kvpager.cache_dtypes import CACHE_DTYPES
 from kvpager.errors import ArgumentError, SlotError
 from kvpager.ops.op import OPS
 
 NAN = math.nan
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CODES = {each.name: getattr(torch, each.torch_name) for each in CACHE_DTYPES if each.is_codes}
 SEEDS = [1, 2, 3]
 # Weights are rounded to the type of the products: bfloat16, or float16 beside codes.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -88,7 +89,7 @@ def check(case, query, got, *, rows=None, **options):
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
-@pytest.mark.parametrize("kind", ["same", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["same", *CODES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_equals_float64_attention(emulated, make_case, monkeypatch, seed, kind, dtype, head_dim):

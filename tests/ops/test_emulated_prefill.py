@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvpager import ops
+from kvpager.ops.tensors import QUANTISED_DTYPES
 
 pytestmark = [pytest.mark.parametrize("kernels", ["emulated"], indirect=True), pytest.mark.usefixtures("kernels")]
-CODES = (None, torch.int8, torch.float8_e4m3fn)
+CODES = (None, *QUANTISED_DTYPES)
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -135,7 +135,7 @@ def good_call():
 
 EMPTY_BLOCKS, SHORT_POOL = torch.zeros(4, 2, 0, 8), torch.zeros(3, 2, 4, 8)
 META_LENGTHS = torch.ones(2, device="meta", dtype=torch.int32)
-FLOATS = "float32, float16, bfloat16, float64, int8 or float8_e4m3fn"
+FLOATS = "float32, float16, bfloat16, float64, int8, float8_e4m3fn or float8_e5m2"
 BAD_ARGUMENTS = [
     ("query", torch.zeros(2, 4, 7), "[T, H, D] with 4 heads and head dim 8, got [2, 4, 7] float32 on cpu"),
     ("query", torch.zeros(2, 4, 8).half(), "[T, H, D] float32 on cpu, got [2, 4, 8] float16 on cpu"),

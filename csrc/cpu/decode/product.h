@@ -2,12 +2,11 @@
 // the query T and of the cache C:
 //
 // - floats: elements are widened, a Pair at a time. This is the rule, and every instruction set can do it.
-// - bf16_pairs, for bfloat16 over bfloat16 or fp8, whose codes bfloat16 holds exactly, where the set has dot_bf16:
+// - bf16_pairs, for bfloat16 over bfloat16 or codes, all of which bfloat16 holds exactly, where the set has dot_bf16:
 //   neighbours of a row of K, or two tokens of V, are multiplied and added at once. The weights are rounded to bfloat16
 //   and, over bfloat16, divided by the sum of the rounded ones.
 // - integers, for 16-bit queries over int8 codes where the set has dot_int16: the same with 16-bit integers, exact up
-//   to
-//   rounding the query to 16 bits of its largest element, and a chunk's weights to 16 bits of the largest of them.
+//   to rounding the query to 16 bits of its largest element, and a chunk's weights to 16 bits of the largest of them.
 //
 // Elements come in Pairs; `place` gives the place of a lane's element in the natural order. A Vec16 holds 16-bit
 // elements, bfloat16 or integers.
@@ -25,7 +24,7 @@ constexpr ProductKind product_kind() {
   if constexpr (sizeof(T) == 2 && std::is_same_v<C, int8_code>) return ProductKind::integers;
 #endif
 #if defined(KVPAGER_HAS_BF16_DOT)
-  if constexpr (std::is_same_v<T, bfloat16> && (std::is_same_v<C, bfloat16> || std::is_same_v<C, fp8_e4m3>))
+  if constexpr (std::is_same_v<T, bfloat16> && (std::is_same_v<C, bfloat16> || is_quantised<C>))
     return ProductKind::bf16_pairs;
 #endif
   return ProductKind::floats;

@@ -52,6 +52,10 @@ KVPAGER_INLINE Vec load(const fp8_e4m3* source) {
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00)))),
                        _mm256_set1_ps(256.0f));
 }
+KVPAGER_INLINE Vec load(const fp8_e5m2* source) {  // upper bytes of fp16
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));
+}
 // The elements at even and at odd places of 16 bfloat16.
 KVPAGER_INLINE Vec load_even(const bfloat16* source) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)), 16));

@@ -46,6 +46,10 @@ KVPAGER_INLINE Vec load(const fp8_e4m3* source) {
   return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_mask_blend_epi16(nan, half, _mm256_set1_epi16(0x7e00))),
                        _mm512_set1_ps(256.0f));
 }
+KVPAGER_INLINE Vec load(const fp8_e5m2* source) {  // upper bytes of fp16
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
+}
 // The elements at even and at odd places of 32 bfloat16.
 KVPAGER_INLINE Vec load_even(const bfloat16* source) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(source), 16));
@@ -118,35 +122,38 @@ KVPAGER_INLINE Vec16 round_int16(Vec low, Vec high) {
 // dot_bf16 adds the products of neighbours in pairs, in float, to kWidth sums.
 #define KVPAGER_HAS_BF16_DOT 1
 using Bf16Vec = __m512bh;
-// fp8 as bfloat16: looked up, since e4m3's subnormal numbers are normal ones there.
-struct Fp8Table {
+// fp8 as bfloat16: looked up, since subnormal codes are normal numbers there.
+template <class C>
+struct Bf16Table {
   alignas(64) uint16_t magnitudes[128];
-  constexpr Fp8Table() : magnitudes() {
+  bool exact;
+  constexpr Bf16Table() : magnitudes(), exact(true) {
     for (int code = 0; code < 128; ++code) {
-      const int exponent = code >> 3, mantissa = code & 7;
-      int shift = 0;  // of a subnormal number, mantissa * 2^-9, until its leading bit is the implied one
-      while (exponent == 0 && mantissa != 0 && (mantissa << shift) < 8) ++shift;
-      const int biased = exponent == 0 ? 121 - shift : exponent + 120;
-      magnitudes[code] = code == 0     ? 0
-                         : code == 127 ? 0x7fc0
-                                       : static_cast<uint16_t>(biased << 7 | ((mantissa << shift & 7) << 4));
+      const uint32_t bits = float_bits(widen(C{static_cast<uint8_t>(code)}));
+      magnitudes[code] = static_cast<uint16_t>(bits >> 16);
+      exact = exact && bits << 16 == 0;
     }
   }
 };
-constexpr Fp8Table kFp8Table;
+template <class C>
+constexpr Bf16Table<C> kBf16Table;
+template <class C>
 KVPAGER_INLINE Vec16 fp8_to_bf16(__m256i codes) {
-  const Vec16 index = _mm512_cvtepu8_epi16(codes), *table = reinterpret_cast<const Vec16*>(kFp8Table.magnitudes);
+  static_assert(kBf16Table<C>.exact);
+  const Vec16 index = _mm512_cvtepu8_epi16(codes), *table = reinterpret_cast<const Vec16*>(kBf16Table<C>.magnitudes);
   const Vec16 low = _mm512_permutex2var_epi16(table[0], index, table[1]),  // by the index's last six bits
       high = _mm512_permutex2var_epi16(table[2], index, table[3]);
   const Vec16 magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(index, _mm512_set1_epi16(0x40)), low, high);
   const Vec16 sign = _mm512_and_si512(_mm512_slli_epi16(index, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
   return _mm512_or_si512(magnitude, sign);
 }
-KVPAGER_INLINE Vec16 load16(const fp8_e4m3* source) {
-  return fp8_to_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+template <class C>
+KVPAGER_INLINE Vec16 load16(const C* source) {
+  return fp8_to_bf16<C>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
-KVPAGER_INLINE Vec16 load16_partial(const fp8_e4m3* source, int64_t count) {
-  return fp8_to_bf16(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), source));
+template <class C>
+KVPAGER_INLINE Vec16 load16_partial(const C* source, int64_t count) {
+  return fp8_to_bf16<C>(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << count) - 1), source));
 }
 KVPAGER_INLINE Vec dot_bf16(Vec sums, Bf16Vec a, Bf16Vec b) { return _mm512_dpbf16_ps(sums, a, b); }
 KVPAGER_INLINE Vec dot_bf16(Vec sums, Vec16 a, Vec16 b) { return dot_bf16(sums, (Bf16Vec)a, (Bf16Vec)b); }

@@ -18,12 +18,16 @@
 // budget: kernel=decode_kernel<float16,float16,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=24
 // budget: kernel=decode_kernel<bfloat16,fp8_e4m3,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<float16,fp8_e4m3,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
+// budget: kernel=decode_kernel<bfloat16,fp8_e5m2,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
+// budget: kernel=decode_kernel<float16,fp8_e5m2,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<bfloat16,int8_code,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<float16,int8_code,128 registers=168 shared=18720 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<bfloat16,bfloat16,256 registers=255 shared=37152 spills=0 threads=128 loads16=32 mma=48
 // budget: kernel=decode_kernel<float16,float16,256 registers=255 shared=37152 spills=0 threads=128 loads16=32 mma=48
 // budget: kernel=decode_kernel<bfloat16,fp8_e4m3,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<float16,fp8_e4m3,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
+// budget: kernel=decode_kernel<bfloat16,fp8_e5m2,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
+// budget: kernel=decode_kernel<float16,fp8_e5m2,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<bfloat16,int8_code,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
 // budget: kernel=decode_kernel<float16,int8_code,256 registers=255 shared=37152 spills=0 threads=128 loads16=16 mma=48
 #pragma once

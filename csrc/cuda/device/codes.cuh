@@ -37,11 +37,23 @@ __device__ __forceinline__ void f16_of_codes<fp8_e4m3>(uint32_t four, uint32_t& 
 #endif
 }
 
+// Upper bytes of float16. Volatile, as the conversion of e4m3 is: hoisted, moves so cheap would spill registers.
+template <>
+__device__ __forceinline__ void f16_of_codes<fp8_e5m2>(uint32_t four, uint32_t& pair_01, uint32_t& pair_23) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prmt.b32 %0, %2, 0, 0x1404; prmt.b32 %1, %2, 0, 0x3424;" : "=&r"(pair_01), "=r"(pair_23) : "r"(four));
+#else
+  pair_01 = __byte_perm(four, 0, 0x1404);
+  pair_23 = __byte_perm(four, 0, 0x3424);
+#endif
+}
+
 // The code of two neighbouring numbers, the first in the low byte.
 template <class C>
 __device__ __forceinline__ uint32_t two_codes(float low, float high) {
 #if defined(KVPAGER_HAS_FP8_CONVERSION)
   if constexpr (std::is_same_v<C, fp8_e4m3>) return e4m3x2_of_f32(low, high);
+  if constexpr (std::is_same_v<C, fp8_e5m2>) return e5m2x2_of_f32(low, high);
 #endif
   const C codes[2] = {narrow<C>(low), narrow<C>(high)};
   uint16_t two;

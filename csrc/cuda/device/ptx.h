@@ -97,6 +97,14 @@ __device__ __forceinline__ uint32_t e4m3x2_of_f32(float low, float high) {
       : "f"(high), "f"(low));
   return two;
 }
+// The same to e5m2 codes: at most 57344.
+__device__ __forceinline__ uint32_t e5m2x2_of_f32(float low, float high) {
+  uint32_t two;
+  asm("{.reg .b16 codes; cvt.rn.satfinite.e5m2x2.f32 codes, %1, %2; cvt.u32.u16 %0, codes;}"
+      : "=r"(two)
+      : "f"(high), "f"(low));
+  return two;
+}
 #endif
 
 // 2^x, log2 x and 1 / x to about 2^-22, flushing subnormals; 2^-inf = 0, log2 0 = -inf, 1 / inf = 0.

@@ -163,8 +163,8 @@ def qk_norm_rope_write(
         k_weight: k_weight [D], like `qkv`; None = the key heads are not normed.
         cos_sin: cos_sin [P, D] float32 (float64 with float64): of each position D/2 cosines, then D/2 sines.
         positions: positions [≥T] int64: each token's row of `cos_sin`.
-        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D]; written. D is even. Of the dtype of `qkv`; or int8 or
-            float8_e4m3fn codes, when `qkv` is float32, float16 or bfloat16.
+        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D]; written. D is even. Of the dtype of `qkv`; or
+            of codes (`kvpager.cache_dtypes`), when `qkv` is float32, float16 or bfloat16.
         value_cache: value_cache, like `key_cache`; written.
         slot_mapping: slot_mapping [T] int64, as in `write_kv`: −1 writes nothing; the query is computed all the same.
         eps: added to the mean of squares.

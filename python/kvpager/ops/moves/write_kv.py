@@ -102,8 +102,8 @@ def write_kv(
     Args:
         key: key [≥T, K, D] float; rows past T are not read.
         value: value [≥T, K, D], like `key`.
-        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D]; written. Of the dtype of `key`; or int8 or
-            float8_e4m3fn codes, when `key` is float32, float16 or bfloat16.
+        key_cache: key_cache [N, K, S, D] or, NHD, [N, S, K, D]; written. Of the dtype of `key`; or
+            of codes (`kvpager.cache_dtypes`), when `key` is float32, float16 or bfloat16.
         value_cache: value_cache, like `key_cache`; written.
         slot_mapping: slot_mapping [T] int64: block_id · S + offset for each row; −1 skips the row. Slots are distinct.
         key_scale: of a quantised cache, key_scale [N, K, S] or, NHD, [N, S, K] float32, written: largest magnitude of
