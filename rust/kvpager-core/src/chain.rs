@@ -118,7 +118,16 @@ impl Chain {
             self.has_gaps = true;
         }
         let num_kept = (self.ids.len() - at).min(token_ids.len());
-        self.ids.extend_from_slice(&token_ids[num_kept..]);
+        self.keep(&token_ids[num_kept..]);
+    }
+
+    /// Keeps further ids. Mostly one: no copy of a run.
+    #[inline]
+    fn keep(&mut self, token_ids: &[TokenId]) {
+        match token_ids {
+            [token_id] => self.ids.push(*token_id),
+            _ => self.ids.extend_from_slice(token_ids),
+        }
     }
 
     /// Whether a block that could enter the index became full when `n` tokens were computed.
@@ -151,7 +160,7 @@ impl Chain {
             self.has_gaps = self.ids.contains(&UNKNOWN);
         }
         let (missing, rest) = token_ids.split_at(wanted.saturating_sub(self.ids.len()));
-        self.ids.extend_from_slice(missing);
+        self.keep(missing);
         rest
     }
 
