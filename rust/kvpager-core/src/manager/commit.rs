@@ -143,6 +143,7 @@ impl BlockManager {
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
     ///
     /// Longer than 50 lines, because one loop borrows the pool, the table and the chain in turns.
+    #[inline(never)]
     fn index_full_blocks(&mut self, place: Place, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
         let block_size = config.block_size();
@@ -241,10 +242,11 @@ impl BlockManager {
         let mut checked = Ok(());
         let mut num_unknown = 0;
         for (at, &place) in self.scratch.places.iter().enumerate() {
-            let n = self.committed_length(ns, at, place);
+            let (computed, length) = (self.computed(place), self.sequences.counters(place).length());
+            let n = ns.map_or(length, |ns| ns[at]);
             let reached = std::mem::replace(&mut self.scratch.planned[place.index()], n);
-            let computed = self.computed(place).max(reached);
-            if n < computed || n > self.sequences.counters(place).length() {
+            let computed = computed.max(reached);
+            if n < computed || n > length {
                 checked = Err(self.out_of_range(place, computed, n, "ns"));
                 break;
             }
