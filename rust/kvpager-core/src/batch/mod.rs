@@ -253,17 +253,15 @@ impl Batch {
         block_size: u64,
     ) -> Result<()> {
         let longest = self.longest(block_size);
-        let outgrows = |(&place, count): (&Place, u64)| {
-            let num_tokens = sequences.counters(place).length().saturating_add(count);
-            (num_tokens > longest).then_some((place, num_tokens))
-        };
-        let first = match counts {
-            None => self.rows.iter().zip(std::iter::repeat(1)).find_map(outgrows),
-            Some(counts) => self.rows.iter().zip(counts.iter().copied()).find_map(outgrows),
-        };
-        first.map_or(Ok(()), |(place, num_tokens)| {
-            self.check_fits(block_size, sequences.id(place), num_tokens)
-        })
+        let length = |place: &Place| sequences.counters(*place).length();
+        if counts.is_none() && self.rows.iter().all(|place| length(place) < longest) {
+            return Ok(()); // what most steps are
+        }
+        for (at, place) in self.rows.iter().enumerate() {
+            let num_tokens = length(place).saturating_add(counts.map_or(1, |counts| counts[at]));
+            self.check_fits(block_size, sequences.id(*place), num_tokens)?;
+        }
+        Ok(())
     }
 
     /// Tokens that a row has room for.
