@@ -118,7 +118,16 @@ impl Chain {
             self.has_gaps = true;
         }
         let num_kept = (self.ids.len() - at).min(token_ids.len());
-        self.ids.extend_from_slice(&token_ids[num_kept..]);
+        self.keep(&token_ids[num_kept..]);
+    }
+
+    /// Keeps further ids. Mostly one: no copy of a run.
+    #[inline]
+    fn keep(&mut self, token_ids: &[TokenId]) {
+        match token_ids {
+            [token_id] => self.ids.push(*token_id),
+            _ => self.ids.extend_from_slice(token_ids),
+        }
     }
 
     /// Whether a block that could enter the index became full when `n` tokens were computed.
@@ -140,19 +149,27 @@ impl Chain {
     }
 
     /// Fills the unknown ids among the first `n` in order, from the front of `token_ids`; returns the rest.
+    #[inline]
     pub(crate) fn fill<'a>(&mut self, n: u64, mut token_ids: &'a [TokenId]) -> &'a [TokenId] {
         let wanted = n.saturating_sub(self.base) as usize;
         if self.has_gaps {
-            let num_kept = self.ids.len().min(wanted);
-            for id in self.ids[..num_kept].iter_mut().filter(|id| **id == UNKNOWN) {
-                *id = token_ids[0];
-                token_ids = &token_ids[1..];
-            }
-            self.has_gaps = self.ids.contains(&UNKNOWN);
+            token_ids = self.fill_gaps(wanted, token_ids);
         }
         let (missing, rest) = token_ids.split_at(wanted.saturating_sub(self.ids.len()));
-        self.ids.extend_from_slice(missing);
+        self.keep(missing);
         rest
+    }
+
+    /// Fills the gaps among the first `wanted` kept ids; returns the rest of `token_ids`.
+    #[inline(never)]
+    fn fill_gaps<'a>(&mut self, wanted: usize, mut token_ids: &'a [TokenId]) -> &'a [TokenId] {
+        let num_kept = self.ids.len().min(wanted);
+        for id in self.ids[..num_kept].iter_mut().filter(|id| **id == UNKNOWN) {
+            *id = token_ids[0];
+            token_ids = &token_ids[1..];
+        }
+        self.has_gaps = self.ids.contains(&UNKNOWN);
+        token_ids
     }
 
     /// The ids of the positions `start..stop`, if all are known and kept here.

@@ -58,7 +58,7 @@ impl Batch {
         show_starts(self.rows.len(), counts, set.query_start_loc);
         self.catch_up(sequences, set.block_tables);
         let (rows, mut tables) = self.tables(set.block_tables, other.block_tables, set.changed);
-        for ((row, &place), length) in rows.iter().enumerate().zip(&mut *set.seq_lens) {
+        for (row, (&place, length)) in rows.iter().zip(&mut *set.seq_lens).enumerate() {
             let counters = sequences.counters_mut(place);
             *length = counters.length() as i32;
             if counters.changed_from() != UNCHANGED {
@@ -146,8 +146,9 @@ struct Tables<'a> {
 }
 
 impl Tables<'_> {
-    /// Writes what is new in the table of a row, from a column on, and lists it.
-    #[inline]
+    /// Writes what is new in the table of a row, from a column on, and lists it. Few rows need it: a call, so that the
+    /// loop over the others keeps its registers.
+    #[inline(never)]
     fn show(&mut self, row: usize, from: usize, table: &[BlockId]) {
         let (max_blocks, changes) = (self.max_blocks, &mut self.changes);
         let num_shown = self.num_previous[row] as usize;

@@ -202,6 +202,12 @@ impl BlockManager {
         let Self { config, pool, copies, sequences, scratch, .. } = self;
         let mut writer = Writer { config, pool, copies, sequences };
         let mut token_ids = token_ids;
+        if counts.is_none() && token_ids.is_none() {
+            // What most steps are. The length is known, so no slot asks for room.
+            slots.extend(scratch.places.iter().map(|&place| writer.append_one(place)));
+            pool.end_batch();
+            return Ok(());
+        }
         for (at, &place) in scratch.places.iter().enumerate() {
             let count = counts.map_or(1, |counts| counts[at]);
             if let Some(rest) = &mut token_ids {

@@ -6,7 +6,6 @@ use crate::batch::{BatchBuffers, BatchStep};
 use crate::error::{Error, Result};
 use crate::ids::TokenId;
 use crate::prompt::{check_num_ids, check_token_ids};
-use crate::sequences::SequenceCounters;
 
 impl BatchMut<'_> {
     /// Appends one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, with their ids row after row
@@ -102,18 +101,10 @@ impl BatchMut<'_> {
             let wanted = format!("one length for each of {} rows", rows.rows().len());
             return Err(Error::argument("ns", wanted, format!("{} lengths", ns.len())));
         }
-        let mut lengths = Vec::new();
-        rows.lend_lengths(&mut lengths);
-        if ns.is_none() {
-            lengths.clear();
-            let counters = rows.rows().iter().map(|&place| self.manager.sequences.counters(place));
-            lengths.extend(counters.map(SequenceCounters::length));
-        }
         rows.lend_rows(&mut self.manager.scratch.places);
-        let committed = self.manager.commit_found(ns.unwrap_or(&lengths), token_ids);
+        let committed = self.manager.commit_found(ns, token_ids);
         let rows = self.manager.batches.get_mut(self.id)?;
         rows.lend_rows(&mut self.manager.scratch.places);
-        rows.lend_lengths(&mut lengths);
         committed
     }
 }

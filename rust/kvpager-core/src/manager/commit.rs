@@ -84,15 +84,17 @@ impl BlockManager {
             return Err(Error::argument("ns", wanted, format!("{} lengths", ns.len())));
         }
         self.scratch.find(&self.sequences, ids)?;
-        self.commit_found(ns, token_ids)
+        self.commit_found(Some(ns), token_ids)
     }
 
-    /// [`commit_batch`](Self::commit_batch) for the sequences whose places stand in the scratch, with sound ids.
-    pub(super) fn commit_found(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> Result<()> {
+    /// [`commit_batch`](Self::commit_batch) for the sequences whose places stand in the scratch, with sound ids; all
+    /// tokens of each, if `ns` is `None`.
+    pub(super) fn commit_found(&mut self, ns: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> Result<()> {
         self.check_commits(ns, token_ids)?;
         let places = std::mem::take(&mut self.scratch.places);
         let mut token_ids = token_ids;
-        for (&place, &n) in places.iter().zip(ns) {
+        for (at, &place) in places.iter().enumerate() {
+            let n = self.committed_length(ns, at, place);
             if let Some(rest) = &mut token_ids {
                 *rest = self.sequences.chain_mut(place).fill(n, rest);
             }
@@ -119,6 +121,12 @@ impl BlockManager {
         self.sequences.find(sequence_id).map(|place| self.computed(place))
     }
 
+    /// Tokens that a batch commits of the sequence it mentions at `at`.
+    #[inline]
+    fn committed_length(&self, ns: Option<&[u64]>, at: usize, place: Place) -> u64 {
+        ns.map_or_else(|| self.sequences.counters(place).length(), |ns| ns[at])
+    }
+
     /// Commits the first `n` tokens of a sequence; everything has been checked.
     #[inline]
     fn commit_place(&mut self, place: Place, n: u64) {
@@ -135,6 +143,7 @@ impl BlockManager {
     /// Indexes the blocks that became full when the computed tokens went from `before` to `n`.
     ///
     /// Longer than 50 lines, because one loop borrows the pool, the table and the chain in turns.
+    #[inline(never)]
     fn index_full_blocks(&mut self, place: Place, before: u64, n: u64) {
         let Self { config, pool, sequences, matching, .. } = self;
         let block_size = config.block_size();
@@ -228,20 +237,24 @@ impl BlockManager {
     }
 
     /// Plays a batch of commits through without changing a sequence.
-    fn check_commits(&mut self, ns: &[u64], token_ids: Option<&[TokenId]>) -> Result<()> {
+    fn check_commits(&mut self, ns: Option<&[u64]>, token_ids: Option<&[TokenId]>) -> Result<()> {
         self.scratch.planned.resize(self.sequences.num_places(), 0);
         let mut checked = Ok(());
         let mut num_unknown = 0;
-        for (&place, &n) in self.scratch.places.iter().zip(ns) {
+        for (at, &place) in self.scratch.places.iter().enumerate() {
+            let (computed, length) = (self.computed(place), self.sequences.counters(place).length());
+            let n = ns.map_or(length, |ns| ns[at]);
             let reached = std::mem::replace(&mut self.scratch.planned[place.index()], n);
-            let computed = self.computed(place).max(reached);
-            if n < computed || n > self.sequences.counters(place).length() {
+            let computed = computed.max(reached);
+            if n < computed || n > length {
                 checked = Err(self.out_of_range(place, computed, n, "ns"));
                 break;
             }
             if token_ids.is_some() {
                 let chain = self.sequences.chain(place);
-                num_unknown += chain.num_unknown(n) - chain.num_unknown(reached);
+                // A first mention counts from the start; only a further one has reached a length.
+                num_unknown += chain.num_unknown(n);
+                num_unknown -= if reached > 0 { chain.num_unknown(reached) } else { 0 };
             }
         }
         self.scratch.forget_plans();
@@ -250,7 +263,8 @@ impl BlockManager {
             check_num_ids(num_unknown, "one for each position not known yet", token_ids)?;
         }
         if !self.copies.is_empty() {
-            for (&place, &n) in self.scratch.places.iter().zip(ns) {
+            for (at, &place) in self.scratch.places.iter().enumerate() {
+                let n = self.committed_length(ns, at, place);
                 self.check_no_untaken_copy(place, n)?;
             }
         }
