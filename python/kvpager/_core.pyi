@@ -5,10 +5,10 @@ parameter, what is no integer a `TypeError`. Every call is all-or-nothing; costs
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, Final, Protocol, Self, SupportsIndex, TypeAlias, TypeVar, final, overload, type_check_only
+from typing import ClassVar, Final, Protocol, Self, SupportsIndex, TypeAlias, final, overload, type_check_only
 
 import torch
-from typing_extensions import Buffer, disjoint_base
+from typing_extensions import Buffer, TypeVar, disjoint_base
 
 from kvpager.manager import Admission
 
@@ -31,6 +31,7 @@ class _Array(Protocol):
 _Integers: TypeAlias = Buffer | _LendsNumpy | Iterable[SupportsIndex]
 _Memory: TypeAlias = Buffer | _Array | _LendsNumpy
 _Out = TypeVar("_Out", bound=_Memory)
+_OutOrNew = TypeVar("_OutOrNew", bound=_Memory, default=torch.Tensor)
 _Device: TypeAlias = torch.device | str | int
 # Media items of a prompt: (start, stop, key), sorted and disjoint.
 _Items: TypeAlias = Iterable[tuple[SupportsIndex, SupportsIndex, str]]
@@ -77,7 +78,6 @@ class KVBlockManager:
     def sequence_ids(self) -> list[int]: ...
 
     # cached prefixes
-    @overload
     def admit(
         self,
         sequence_id: SupportsIndex,
@@ -89,22 +89,8 @@ class KVBlockManager:
         adapter: str | None = None,
         items: _Items | None = None,
         resumed: bool = False,
-        out: None = None,
-    ) -> Admission[torch.Tensor]: ...
-    @overload
-    def admit(
-        self,
-        sequence_id: SupportsIndex,
-        token_ids: _Integers,
-        *,
-        num_new_tokens: SupportsIndex | None = None,
-        reserve_blocks: SupportsIndex | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: _Items | None = None,
-        resumed: bool = False,
-        out: _Out,
-    ) -> Admission[_Out]: ...
+        out: _OutOrNew | None = None,
+    ) -> Admission[_OutOrNew]: ...
     def can_admit(
         self,
         sequence_id: SupportsIndex,
@@ -176,20 +162,13 @@ class KVBlockManager:
     def ref_count(self, block_id: SupportsIndex) -> int: ...
 
     # figures
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_free_blocks(self) -> int: ...
-    @property
-    def usage(self) -> float: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def free_blocks(self) -> list[int]: ...
-    @property
-    def stats(self) -> PoolStats: ...
+    num_blocks: Final[int]
+    block_size: Final[int]
+    num_free_blocks: Final[int]
+    usage: Final[float]
+    num_sequences: Final[int]
+    free_blocks: Final[list[int]]
+    stats: Final[PoolStats]
     def internal_fragmentation_tokens(self, sequence_id: SupportsIndex | None = None) -> int: ...
     def block_info(self, block_id: SupportsIndex) -> BlockInfo: ...
     def block_states(self) -> list[str]: ...
@@ -201,34 +180,20 @@ class KVBlockManager:
 class PoolStats:
     """Counts at one moment; `live + cached + fenced + free == num_blocks`."""
 
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def live(self) -> int: ...
-    @property
-    def cached(self) -> int: ...
-    @property
-    def fenced(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def num_copies(self) -> int: ...
-    @property
-    def peak_live(self) -> int: ...
-    @property
-    def indexed(self) -> int: ...
-    @property
-    def pinned(self) -> int: ...
-    @property
-    def num_hit_tokens(self) -> int: ...
-    @property
-    def num_queried_tokens(self) -> int: ...
-    @property
-    def num_resumed_tokens(self) -> int: ...
-    @property
-    def num_evictions(self) -> int: ...
+    num_blocks: Final[int]
+    live: Final[int]
+    cached: Final[int]
+    fenced: Final[int]
+    free: Final[int]
+    num_sequences: Final[int]
+    num_copies: Final[int]
+    peak_live: Final[int]
+    indexed: Final[int]
+    pinned: Final[int]
+    num_hit_tokens: Final[int]
+    num_queried_tokens: Final[int]
+    num_resumed_tokens: Final[int]
+    num_evictions: Final[int]
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -236,24 +201,15 @@ class PoolStats:
 class BlockInfo:
     """One block at one moment, for people and plots."""
 
-    @property
-    def block_id(self) -> int: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def ref_count(self) -> int: ...
-    @property
-    def owners(self) -> tuple[int, ...]: ...
-    @property
-    def num_pins(self) -> int: ...
-    @property
-    def is_held(self) -> bool: ...
-    @property
-    def is_indexed(self) -> bool: ...
-    @property
-    def num_filled(self) -> int: ...
-    @property
-    def eviction_rank(self) -> int | None: ...
+    block_id: Final[int]
+    state: Final[str]
+    ref_count: Final[int]
+    owners: Final[tuple[int, ...]]
+    num_pins: Final[int]
+    is_held: Final[bool]
+    is_indexed: Final[bool]
+    num_filled: Final[int]
+    eviction_rank: Final[int | None]
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -282,32 +238,21 @@ class DecodeBatch:
     def step(self, counts: _Integers | None = None, token_ids: _Integers | None = None) -> BatchStep: ...
     def commit(self, ns: _Integers | None = None, token_ids: _Integers | None = None) -> None: ...
     def invalidate(self) -> None: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def sequence_ids(self) -> list[int]: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def max_blocks(self) -> int: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def max_changes(self) -> int: ...
+    num_rows: Final[int]
+    sequence_ids: Final[list[int]]
+    max_rows: Final[int]
+    max_blocks: Final[int]
+    max_tokens: Final[int]
+    max_changes: Final[int]
 
 @final
 class BatchStep:
     """What a step wrote, and where; `upload_table`: the changes don't tell it all, upload the whole table."""
 
-    @property
-    def buffer_set(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_changes(self) -> int: ...
-    @property
-    def upload_table(self) -> bool: ...
+    buffer_set: Final[int]
+    num_rows: Final[int]
+    num_tokens: Final[int]
+    num_changes: Final[int]
+    upload_table: Final[bool]
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...

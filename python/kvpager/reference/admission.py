@@ -263,7 +263,8 @@ class Committing(ManagerState):
             own, node = sequence.table[index], self._index.find(parent, tokens, items)
             if node is None:
                 node = self._index.insert(parent, tokens, items, own)
-                self._pool.cached.indexed(own, node.parent and node.parent.block, tokens)
+                above = parent.block if isinstance(parent, Node) else None
+                self._pool.cached.indexed(own, above, tokens)
             else:
                 sequence.table[index] = node.block
                 self._pool.share(node.block)
