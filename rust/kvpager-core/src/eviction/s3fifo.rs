@@ -2,11 +2,11 @@
 //! SOSP 2023: a *small* queue that most blocks pass through once, a *main* queue for those that were hit, and a *ghost*
 //! that remembers what was evicted.
 //!
-//! A block counts its hits, up to three. Released without a hit it enters small; with one, main. Main holds at most nine
-//! tenths of the pool: beyond that its hand looks at the oldest block. One that was hit goes round again with a hit fewer
-//! (*lazy promotion*), one without goes to the young end of small. Victims come from small, so what is never hit leaves
-//! soon (*quick demotion*). What is evicted is kept in the ghost by a fingerprint of its tokens; a block with that
-//! fingerprint starts with a hit when it is indexed again.
+//! A block counts its hits, up to three. Released without a hit it enters small; with one, main. Main holds at most
+//! nine tenths of the pool: beyond that its hand looks at the oldest block. One that was hit goes round again with a
+//! hit fewer (*lazy promotion*), one without goes to the young end of small. Victims come from small, so what is never
+//! hit leaves soon (*quick demotion*). What is evicted is kept in the ghost by a fingerprint of its tokens; a block
+//! with that fingerprint starts with a hit when it is indexed again.
 //!
 //! Where this differs from the paper: there, a block stays in its queue while it is read. Here the queues hold cached
 //! blocks only, so a hit takes it out, and it enters the queue that it belongs to when its last holder goes. There,
@@ -23,10 +23,10 @@
 //! * Both in small: c entered first, for it was released first, or demoted first (see below). It is evicted first.
 //! * c in small, p in main: small is evicted first, and p can enter it behind c only.
 //! * c in main, p in small: impossible, for p was main or hit when c was, and p is demoted after c.
-//! * Both in main: blocks leave it by (hits, place), the least first, and c stands before p in that order. It does when p
-//!   enters, behind c and with f(c) ≤ f(p). The hand keeps it so: if it sends c round, f(c) − 1 < f(p); if it sends p
-//!   round, p was the oldest, so f(c) < f(p) before, and f(c) ≤ f(p) − 1 with c before p now. If it demotes p, then f(p) is
-//!   0 and p the oldest, so c is not in main any more.
+//! * Both in main: blocks leave it by (hits, place), the least first, and c stands before p in that order. It does
+//!   when p enters, behind c and with f(c) ≤ f(p). The hand keeps it so: if it sends c round, f(c) − 1 < f(p); if it
+//!   sends p round, p was the oldest, so f(c) < f(p) before, and f(c) ≤ f(p) − 1 with c before p now. If it demotes p,
+//!   then f(p) is 0 and p the oldest, so c is not in main any more.
 //!
 //! Costs: O(1), amortised for the hand: each block it sends round uses up a hit. 5 bytes a block, the ghost included.
 

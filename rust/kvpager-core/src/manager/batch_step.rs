@@ -71,10 +71,10 @@ impl BatchMut<'_> {
     }
 
     /// Says that the keys and values of each row's first `ns[row]` tokens (all of them, if `None`) are written: as
-    /// [`commit_batch`](Self::commit_batch), by row. O(rows + ids + blocks that became full).
+    /// [`commit_batch`](crate::BlockManager::commit_batch), by row. O(rows + ids + blocks that became full).
     ///
     /// # Errors
-    /// [`Error::Argument`] if `ns` is not one per row; those of [`commit_batch`](Self::commit_batch);
+    /// [`Error::Argument`] if `ns` is not one per row; those of [`commit_batch`](crate::BlockManager::commit_batch);
     /// [`Error::State`] if there is no such batch.
     ///
     /// ```

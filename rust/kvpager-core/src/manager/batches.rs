@@ -15,7 +15,7 @@ pub struct BatchMut<'a> {
 impl BlockManager {
     /// Makes a batch without rows over two sets of buffers, and writes "no rows" into both. O(sets).
     ///
-    /// The same two sets, in the same order, are lent again to each [`step`](Self::step_batch).
+    /// The same two sets, in the same order, are lent again to each [`step`](BatchMut::step).
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) if a buffer has another size than `shape` says, or a size does not

@@ -5,9 +5,8 @@
 //! * live: ref ≥ 1; fenced: ref 0 and read by an untaken copy or (with fences) freed in an epoch that is not retired,
 //!   listed in the order in which they reached ref 0; cached: the rest of what the prefix index names, ordered by the
 //!   eviction policy; free: the rest;
-//! * free blocks are `returned` (a stack) and everything from `first_unused` on, which was never handed out. The order
-//!   of hand-out is the stack from its top, then from `first_unused` upwards, then the victims of eviction: last freed
-//!   first, a fresh pool gives 0, 1, 2, …;
+//! * free blocks are `returned` (a stack) and everything from `first_unused` on, never handed out yet. Blocks come
+//!   down the stack (last freed first), up from `first_unused` (at first 0, 1, 2, …), then from eviction;
 //! * `HELD` marks blocks that a caller took outside any sequence: one of their ref counts is that hold.
 //!
 //! Costs: every operation is O(1) and allocates nothing. The arrays start zeroed, so the memory of a large pool is
