@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpager.errors import ArgumentError, OutOfBlocksError, SequenceTooLongError, StateError
+from kvpager.records import Admission
 from kvpager.reference.arguments import (
     COUNT,
     ID,
@@ -22,7 +23,6 @@ from kvpager.reference.arguments import (
 )
 from kvpager.reference.buffers import open_room
 from kvpager.reference.index import Item, Namespace, Node, items_of_block
-from kvpager.reference.snapshots import Admission
 from kvpager.reference.state import ManagerState, Sequence
 
 
@@ -41,7 +41,7 @@ class Admitting(ManagerState):
         items: Iterable[Item] = (),
         resumed: bool = False,
         out: Any = None,
-    ) -> Admission:
+    ) -> Admission[Any]:
         """Create a sequence from its prompt: match, attach, reserve the slots of the tokens to compute next.
 
         Those are the next `num_new_tokens` (default, and at most: all that remain). `reserve_blocks`: blocks that must
