@@ -1,7 +1,8 @@
 """Who owns which block of the cache: the block manager and the batch that steps, both in Rust, integers only."""
 
-from kvpager.manager.block_manager import Admission, KVBlockManager, PrefixItem, SequenceState
-from kvpager.manager.decode_batch import BatchBuffers, BatchStep, DecodeBatch
+from kvpager.manager.block_manager import KVBlockManager, PrefixItem
+from kvpager.manager.decode_batch import BatchStep, DecodeBatch
+from kvpager.records import Admission, BatchBuffers, SequenceState
 
 __all__ = [
     "Admission",

@@ -4,46 +4,15 @@ The class is a thin subclass: every call of a step is the Rust method itself, so
 What is added here are names, snapshots of sequences and a `repr`; nothing is decided.
 """
 
-import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from kvpager import _core
-from kvpager.errors import ArgumentError
-
-_Slots = TypeVar("_Slots")
+from kvpager.records import SequenceState, SequenceView
 
 # A medium in a prompt: (start, stop, key). The placeholder tokens at positions start to stop - 1 stand for what `key`
 # names, an image for example; a digest of its content makes a good key.
 PrefixItem: TypeAlias = tuple[int, int, str]
-
-
-class Admission(NamedTuple, Generic[_Slots]):
-    """What `KVBlockManager.admit` did.
-
-    Attributes:
-        num_computed_tokens: prompt tokens whose K/V were found in the cache; they need not be computed.
-        slots: `slots [T] int64`, where the K/V of the T tokens after them go; `out` itself if it was given.
-    """
-
-    num_computed_tokens: int
-    slots: _Slots
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
-    """One sequence at one moment: a snapshot that later calls don't change.
-
-    Attributes:
-        sequence_id: the id that the caller chose.
-        sequence_length: tokens that own a slot; the position of the next append.
-        block_table: physical block of each logical block, so ceil(sequence_length / block_size) entries.
-    """
-
-    sequence_id: int
-    sequence_length: int
-    block_table: tuple[int, ...]
 
 
 class KVBlockManager(_core.KVBlockManager):
@@ -87,7 +56,7 @@ class KVBlockManager(_core.KVBlockManager):
 
         Cost: a snapshot O(blocks of the sequence), a walk over ids O(sequences log sequences).
         """
-        return _SequenceView(self)
+        return SequenceView(self)
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -95,28 +64,3 @@ class KVBlockManager(_core.KVBlockManager):
             f"KVBlockManager({stats.num_blocks} blocks of {self.block_size} tokens: {stats.live} live, "
             f"{stats.cached} cached, {stats.fenced} fenced, {stats.free} free; {stats.num_sequences} sequences)"
         )
-
-
-class _SequenceView(Mapping[int, SequenceState]):
-    """The sequences of a manager as a mapping; nothing is copied until a snapshot is asked for."""
-
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: KVBlockManager) -> None:
-        self._manager = manager
-
-    def __getitem__(self, sequence_id: int) -> SequenceState:
-        try:
-            length, table = self._manager.sequence_state(sequence_id)
-        except (ArgumentError, TypeError):  # not even an id
-            raise KeyError(sequence_id) from None
-        return SequenceState(operator.index(sequence_id), length, tuple(table))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._manager.sequence_ids())
-
-    def __len__(self) -> int:
-        return self._manager.num_sequences
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} sequences of {self._manager!r}>"

@@ -6,13 +6,13 @@ tensors that take turns. The class is a thin subclass: `step` is the Rust method
 tensors. torch is imported there, never before.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from kvpager import _core
 from kvpager._core import BatchStep as BatchStep
 from kvpager.errors import ArgumentError
 from kvpager.kinds import is_whole
+from kvpager.records import BatchBuffers, new_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from kvpager.manager.block_manager import KVBlockManager
 
 _Memory = TypeVar("_Memory", bound="torch.Tensor | Buffer")
-
-
-@dataclass(frozen=True, slots=True)
-class BatchBuffers(Generic[_Memory]):
-    """The memory of one step: tensors on the CPU, or other writable C-contiguous buffers.
-
-    Attributes:
-        block_tables: `[B, M] int32`, the blocks of each row, -1 behind them.
-        seq_lens: `[B] int32`, tokens of each row, this step's included.
-        query_start_loc: `[B+1] int32`, where a row's new tokens begin among all new tokens; the total behind the last.
-        slot_mapping: `[T] int64`, where the new tokens' K/V go, -1 behind them.
-        changed: `[C, 3] int32`, (row, column, block): the table entries that differ from the previous step.
-    """
-
-    block_tables: _Memory
-    seq_lens: _Memory
-    query_start_loc: _Memory
-    slot_mapping: _Memory
-    changed: _Memory
 
 
 class DecodeBatch(_core.DecodeBatch, Generic[_Memory]):
@@ -122,22 +103,8 @@ class DecodeBatch(_core.DecodeBatch, Generic[_Memory]):
         if pin_memory and not torch.cuda.is_available():
             raise ArgumentError("pin_memory", "False on a machine without a CUDA driver", "True")
 
-        num_tokens = max_rows if max_tokens is None else max_tokens
-        num_changes = max_rows + max_blocks if max_changes is None else max_changes
-
-        def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-
-        def make_set() -> BatchBuffers[torch.Tensor]:
-            return BatchBuffers(
-                block_tables=make(max_rows, max_blocks),
-                seq_lens=make(max_rows),
-                query_start_loc=make(max_rows + 1),
-                slot_mapping=make(num_tokens, dtype=torch.int64),
-                changed=make(num_changes, 3).fill_(-1),
-            )
-
-        return cls(manager, make_set(), make_set())
+        capacity = (max_rows, max_blocks, max_tokens, max_changes)
+        return cls(manager, *(new_buffers(*capacity, pin_memory=pin_memory) for _ in range(2)))
 
     @property
     def buffers(self) -> tuple[BatchBuffers[_Memory], BatchBuffers[_Memory]]:

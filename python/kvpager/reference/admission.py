@@ -7,9 +7,10 @@ Not earlier: a forward pass that fails must not leave a block behind that others
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvpager.errors import ArgumentError, OutOfBlocksError, SequenceTooLongError, StateError
+from kvpager.records import Admission
 from kvpager.reference.arguments import (
     COUNT,
     ID,
@@ -22,34 +23,40 @@ from kvpager.reference.arguments import (
 )
 from kvpager.reference.buffers import open_room
 from kvpager.reference.index import Item, Namespace, Node, items_of_block
-from kvpager.reference.snapshots import Admission
 from kvpager.reference.state import ManagerState, Sequence
+
+
+class AdmitOptions(TypedDict, total=False):
+    """The options of `admit`; the defaults stand in `Admitting._plan`.
+
+    Attributes:
+        num_new_tokens: most slots to reserve; None: for all tokens that remain to be computed.
+        reserve_blocks: blocks that must be left to hand out afterwards; of this and the watermark the larger one is
+            kept back.
+        salt, adapter, items: what tells equal tokens apart; see `index.py`.
+        resumed: whether the request was here before, so that what it finds is no hit in the eyes of its user.
+    """
+
+    num_new_tokens: int | None
+    reserve_blocks: int | None
+    salt: str | None
+    adapter: str | None
+    items: Iterable[Item]
+    resumed: bool
 
 
 class Admitting(ManagerState):
     """`admit` and what looks like it: `can_admit`, `match_prefix`."""
 
     def admit(
-        self,
-        sequence_id: int,
-        token_ids: Any,
-        *,
-        num_new_tokens: int | None = None,
-        reserve_blocks: int | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: Iterable[Item] = (),
-        resumed: bool = False,
-        out: Any = None,
-    ) -> Admission:
+        self, sequence_id: int, token_ids: Any, *, out: Any = None, **options: Unpack[AdmitOptions]
+    ) -> Admission[Any]:
         """Create a sequence from its prompt: match, attach, reserve the slots of the tokens to compute next.
 
-        Those are the next `num_new_tokens` (default, and at most: all that remain). `reserve_blocks`: blocks that must
-        be left to hand out afterwards; of this and the watermark the larger one is kept back. `resumed`: the request
-        was here before, so that what it finds is no hit in the eyes of its user. O(tokens given + slots).
+        O(tokens given + slots).
         """
-        plan = self._plan(sequence_id, token_ids, num_new_tokens, reserve_blocks, salt, adapter, items, resumed)
-        sequence_id, sequence, matched, num_new = plan
+        sequence_id, sequence, matched, num_new = self._plan(sequence_id, token_ids, **options)
+        resumed = options.get("resumed", False)
         target = open_room(out, num_new)  # the last thing that can fail
         for node in matched:
             self._pool.share(node.block)
@@ -68,21 +75,10 @@ class Admitting(ManagerState):
         size = self.block_size
         return Admission(num_matched, target.fill([sequence.table[p // size] * size + p % size for p in positions]))
 
-    def can_admit(
-        self,
-        sequence_id: int,
-        token_ids: Any,
-        *,
-        num_new_tokens: int | None = None,
-        reserve_blocks: int | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        items: Iterable[Item] = (),
-        resumed: bool = False,
-    ) -> bool:
+    def can_admit(self, sequence_id: int, token_ids: Any, **options: Unpack[AdmitOptions]) -> bool:
         """Whether `admit` would find the blocks now. What no waiting can cure is raised as `admit` raises it."""
         try:
-            self._plan(sequence_id, token_ids, num_new_tokens, reserve_blocks, salt, adapter, items, resumed)
+            self._plan(sequence_id, token_ids, **options)
         except OutOfBlocksError:
             return False
         return True
@@ -101,12 +97,13 @@ class Admitting(ManagerState):
         self,
         sequence_id: int,
         token_ids: Any,
-        num_new_tokens: int | None,
-        reserve_blocks: int | None,
-        salt: str | None,
-        adapter: str | None,
-        items: Iterable[Item],
-        resumed: bool,
+        *,
+        num_new_tokens: int | None = None,
+        reserve_blocks: int | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        items: Iterable[Item] = (),
+        resumed: bool = False,
     ) -> tuple[int, Sequence, list[Node], int]:
         """All that can be refused: the id, the sequence to be, the nodes it will attach and its new tokens."""
         sequence_id = read_natural("sequence_id", sequence_id, ID)

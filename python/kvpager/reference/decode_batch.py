@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from kvpager.errors import ArgumentError, SequenceTooLongError, StateError
+from kvpager.records import BatchBuffers, new_buffers
 from kvpager.reference.appending import MAX_UINT64, Run, split_runs
 from kvpager.reference.arguments import (
     COUNT,
@@ -36,7 +37,7 @@ from kvpager.reference.arguments import (
 )
 from kvpager.reference.block_manager import KVBlockManager
 from kvpager.reference.buffers import fill_front
-from kvpager.reference.snapshots import BatchBuffers, BatchStep
+from kvpager.reference.snapshots import BatchStep
 
 MAX_INT32 = 2**31 - 1
 _SHAPES = {
@@ -51,7 +52,7 @@ _SHAPES = {
 class DecodeBatch:
     """Sequences that step together. Each is a row of one batch at most, and can't be released meanwhile."""
 
-    def __init__(self, manager: KVBlockManager, first: BatchBuffers, second: BatchBuffers) -> None:
+    def __init__(self, manager: KVBlockManager, first: BatchBuffers[Any], second: BatchBuffers[Any]) -> None:
         """Take two sets of writable buffers of equal shapes, and write "no rows" into both."""
         if not isinstance(manager, KVBlockManager):
             raise TypeError(f"`manager`: wanted a KVBlockManager, got {type(manager).__name__}")
@@ -85,28 +86,11 @@ class DecodeBatch:
         pin_memory: bool = False,
     ) -> Self:
         """A batch over new torch tensors."""
-        import torch
-
-        num_tokens = max_rows if max_tokens is None else max_tokens
-        num_changes = max_rows + max_blocks if max_changes is None else max_changes
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
-
-        sets = [
-            BatchBuffers(
-                block_tables=zeros(max_rows, max_blocks),
-                seq_lens=zeros(max_rows),
-                query_start_loc=zeros(max_rows + 1),
-                slot_mapping=zeros(num_tokens, dtype=torch.int64),
-                changed=zeros(num_changes, 3),
-            )
-            for _ in range(2)
-        ]
-        return cls(manager, *sets)
+        capacity = (max_rows, max_blocks, max_tokens, max_changes)
+        return cls(manager, *(new_buffers(*capacity, pin_memory=pin_memory) for _ in range(2)))
 
     @property
-    def buffers(self) -> tuple[BatchBuffers, BatchBuffers]:
+    def buffers(self) -> tuple[BatchBuffers[Any], BatchBuffers[Any]]:
         """The two sets."""
         return self._buffers
 
@@ -244,7 +228,7 @@ class DecodeBatch:
         fill_front(views["slot_mapping"], slots + [-1] * (self.max_tokens - len(slots)))
 
 
-def _open_set(argument: str, buffers: BatchBuffers) -> dict[str, memoryview]:
+def _open_set(argument: str, buffers: BatchBuffers[Any]) -> dict[str, memoryview]:
     """Views of the five buffers of the set that came as `argument`, checked."""
     for field in fields(BatchBuffers):
         if not hasattr(buffers, field.name):

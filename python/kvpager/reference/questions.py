@@ -1,11 +1,12 @@
 """Questions: where a token is, what the pool looks like, how full it is. Nothing here changes anything."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from kvpager.errors import ArgumentError, SlotError
+from kvpager.records import SequenceState, SequenceView
 from kvpager.reference.arguments import ID, read_natural, read_position
 from kvpager.reference.audit import find_broken_invariants
-from kvpager.reference.snapshots import BlockInfo, PoolStats, SequenceState
+from kvpager.reference.snapshots import BlockInfo, PoolStats
 from kvpager.reference.state import ManagerState
 
 
@@ -44,6 +45,10 @@ class Questions(ManagerState):
     def block_table(self, sequence_id: int) -> list[int]:
         """The physical blocks of a sequence, logical block 0 first."""
         return list(self._find(sequence_id).table)
+
+    def sequence_state(self, sequence_id: int) -> tuple[int, list[int]]:
+        """(length, block table) of a sequence at one moment."""
+        return self.sequence_length(sequence_id), self.block_table(sequence_id)
 
     def sequence_ids(self) -> list[int]:
         """Ids of all sequences, ascending."""
@@ -164,26 +169,3 @@ class Questions(ManagerState):
         counts += [f"{len(pool.fenced)} fenced", f"{len(pool.free)} free"]
         shape = f"{self.num_blocks} blocks of {self.block_size} tokens"
         return f"reference.KVBlockManager({shape}: {', '.join(counts)}; {len(self._sequences)} sequences)"
-
-
-class SequenceView(Mapping[int, SequenceState]):
-    """All sequences by id, read-only. The view follows the manager; the values it gives don't."""
-
-    def __init__(self, manager: Questions) -> None:
-        self._manager = manager
-
-    def __getitem__(self, sequence_id: int) -> SequenceState:
-        try:
-            table = tuple(self._manager.block_table(sequence_id))
-        except (ArgumentError, TypeError):  # not even an id
-            raise KeyError(sequence_id) from None
-        return SequenceState(sequence_id, self._manager.sequence_length(sequence_id), table)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._manager.sequence_ids())
-
-    def __len__(self) -> int:
-        return self._manager.num_sequences
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

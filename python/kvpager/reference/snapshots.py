@@ -1,23 +1,6 @@
 """What a manager tells about itself: frozen values that later calls don't change."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-
-class Admission(NamedTuple):
-    """What `admit` did: tokens that need not be computed, and the slots (int64) of those to compute next."""
-
-    num_computed_tokens: int
-    slots: Any
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
-    """One sequence: its id, the tokens that own a slot, and its blocks, logical block 0 first."""
-
-    sequence_id: int
-    sequence_length: int
-    block_table: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +36,6 @@ class BlockInfo:
     is_indexed: bool
     num_filled: int  # positions that hold a token
     eviction_rank: int | None  # of a cached block: 0 is the next victim
-
-
-@dataclass(frozen=True, slots=True)
-class BatchBuffers:
-    """The memory of one step of a `DecodeBatch`: tensors on the CPU or other writable, contiguous buffers."""
-
-    block_tables: Any
-    seq_lens: Any
-    query_start_loc: Any
-    slot_mapping: Any
-    changed: Any
 
 
 @dataclass(frozen=True, slots=True)
