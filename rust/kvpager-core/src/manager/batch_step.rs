@@ -9,10 +9,10 @@ use crate::prompt::{check_num_ids, check_token_ids};
 
 impl BatchMut<'_> {
     /// Appends one token, or `counts[row]` (0, a chunk of a prompt, drafts), to every row, with their ids row after row
-    /// if they are known, and brings the set whose
-    /// turn it is up to date: tables, lengths, starts, slots, and in `changed` the table entries that differ from the
-    /// previous step, rows ascending, then columns; of rows that came or moved, all entries; −1 for what is gone.
-    /// Rows past the last read −1, length 0, slot −1. The other set is only read.
+    /// if they are known, and brings the set whose turn it is up to date: tables, lengths, starts, slots, and in
+    /// `changed` the table entries that differ from the previous step, rows ascending, then columns; of rows that came
+    /// or moved, all entries; −1 for what is gone. Rows past the last read −1, length 0, slot −1. The other set is only
+    /// read.
     /// O(rows + tokens + entries changed), nothing allocated.
     ///
     /// # Errors
