@@ -90,11 +90,11 @@ class PagedKVCache:
         self.layout: ops.Layout = layout
         self.dtype = _checked_dtype(dtype)
         self.block_major = block_major
-        self.storage = self._allocate(_checked_device(device))
+        inner = (num_kv_heads, block_size) if layout == "HND" else (block_size, num_kv_heads)
+        self.storage = self._allocate((*inner, head_dim), _checked_device(device))
         self.device = self.storage.device
         # [L, 2, N, …] views, whatever the arrangement.
         by_layer = self.storage.movedim(0, 2) if block_major else self.storage
-        inner = (num_kv_heads, block_size) if layout == "HND" else (block_size, num_kv_heads)
         scales = None
         if self.quantised:
             num_codes = num_kv_heads * block_size * head_dim
@@ -120,13 +120,11 @@ class PagedKVCache:
         """Whether the caches hold codes with scales."""
         return self.dtype in QUANTISED_DTYPES
 
-    def _allocate(self, device: torch.device) -> Tensor:
+    def _allocate(self, inner: tuple[int, ...], device: torch.device) -> Tensor:
+        """The pool, uninitialised; `inner` are the axes of a block of numbers."""
         outer = (self.num_layers, 2, self.num_blocks)
         if self.block_major:
             outer = (self.num_blocks, self.num_layers, 2)
-        inner: tuple[int, ...] = (self.num_kv_heads, self.block_size, self.head_dim)
-        if self.layout == "NHD":
-            inner = (self.block_size, self.num_kv_heads, self.head_dim)
         if self.quantised:
             inner = (self.bytes_per_block // (2 * self.num_layers),)
         try:

@@ -1,6 +1,6 @@
 """`EngineStats`: the engine at one moment, in blocks and in tokens."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvpager.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ class EngineStats:
 
 def take_stats(scheduler: Scheduler, num_generated_tokens: int, num_finished: int) -> EngineStats:
     """The figures of now. O(table entries) for the tokens held; nothing of it is on a step's way."""
-    manager, counts = scheduler.manager, scheduler.counts
+    manager = scheduler.manager
     pool = manager.stats
     positions = pool.num_blocks * manager.block_size
     num_tokens = pool.live * manager.block_size - manager.internal_fragmentation_tokens()
@@ -67,12 +67,7 @@ def take_stats(scheduler: Scheduler, num_generated_tokens: int, num_finished: in
         block_usage=pool.live / pool.num_blocks,
         num_tokens=num_tokens,
         token_usage=num_tokens / positions,
-        num_steps=counts.num_steps,
-        num_prefill_tokens=counts.num_prefill_tokens,
-        num_decode_tokens=counts.num_decode_tokens,
         num_generated_tokens=num_generated_tokens,
-        num_queried_tokens=counts.num_queried_tokens,
-        num_cached_tokens=counts.num_cached_tokens,
-        num_preemptions=counts.num_preemptions,
         num_finished=num_finished,
+        **asdict(scheduler.counts),
     )

@@ -25,11 +25,13 @@ class ModelFiles(ABC):
         path: its folder or file.
         architecture: its entry in the registry of models.
         config: its shape and constants.
+        gguf_fields: the fields to make a tokenizer from; None where it is made from the folder at `path`.
     """
 
     path: Path
     architecture: Architecture
     config: ModelConfig
+    gguf_fields: Mapping[str, Any] | None = None
 
     def make_model(self) -> Model:
         """The model on the meta device: shapes without memory, to be filled by `load`."""
@@ -43,11 +45,6 @@ class ModelFiles(ABC):
         Raises:
             ConfigError: the weights do not fit the config, or are damaged.
         """
-
-    @property
-    @abstractmethod
-    def gguf_fields(self) -> Mapping[str, Any] | None:
-        """The fields to make a tokenizer from; None where it is made from the folder at `path`."""
 
 
 class HuggingFaceFolder(ModelFiles):
@@ -70,11 +67,6 @@ class HuggingFaceFolder(ModelFiles):
         ignored = ("lm_head.weight",) if self.config.tie_word_embeddings else ()
         load_parameters(module, self.path, dtype=dtype, device=device, ignored=ignored)
 
-    @property
-    def gguf_fields(self) -> None:
-        """None: the tokenizer lies in the folder."""
-        return
-
 
 class GGUFModel(ModelFiles):
     """One GGUF file."""
@@ -82,16 +74,12 @@ class GGUFModel(ModelFiles):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile(path)
+        self.gguf_fields = self._file.fields
         self.architecture, self.config = config_from_gguf(self._file)
 
     def load(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
         """See `ModelFiles.load`."""
         load_gguf_parameters(module, self._file, self.config, dtype=dtype, device=device)
-
-    @property
-    def gguf_fields(self) -> Mapping[str, Any]:
-        """All fields of the file."""
-        return self._file.fields
 
 
 def open_model(model: str | Path | None) -> ModelFiles:

@@ -90,6 +90,30 @@ def check_ints(argument: str, tensor: Tensor, dtype: torch.dtype, dims: int, wan
         refuse(argument, f"{wanted} {str(dtype).removeprefix('torch.')} on {device}", tensor)
 
 
+def check_tables(block_tables: Tensor, seq_lens: Tensor, device: torch.device) -> None:
+    """Lengths [B] and the block tables [B, M] beside them."""
+    check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", device)
+    check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", device)
+    if (num_rows := block_tables.shape[0]) != (B := seq_lens.shape[0]):
+        raise ArgumentError("block_tables", f"{B} rows, one for each of `seq_lens`", f"{num_rows} rows")
+
+
+def check_starts(argument: str, starts: Tensor, seq_lens: Tensor) -> None:
+    """Where the rows of each sequence begin [B + 1], beside the lengths [B]."""
+    check_ints(argument, starts, torch.int32, 1, "[B + 1]", seq_lens.device)
+    if starts.shape[0] != (B := seq_lens.shape[0]) + 1:
+        raise ArgumentError(argument, f"{B + 1} entries for {B} sequences", starts.shape[0])
+
+
+def check_exact(
+    argument: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """A tensor of one shape and dtype."""
+    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+        sizes = ", ".join(str(size) for size in shape)
+        refuse(argument, f"[{sizes}] {str(dtype).removeprefix('torch.')} on {device}", tensor)
+
+
 def check_vectors(
     argument: str, tensor: Tensor, dims: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:

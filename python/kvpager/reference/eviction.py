@@ -50,7 +50,7 @@ class EvictionPolicy(Protocol):
 
 
 class Lru(EvictionPolicy):
-    """Least recently used first."""
+    """Least recently used first. Being young again is all that a hit brings; nothing else is noted about a block."""
 
     def __init__(self, num_blocks: int) -> None:
         self._order: dict[int, None] = {}
@@ -66,12 +66,6 @@ class Lru(EvictionPolicy):
     def oldest(self) -> int:
         """The block that was let go longest ago."""
         return next(iter(self._order))
-
-    def hit(self, block: int) -> None:
-        """Being young again is all that a hit brings, and `add` sees to that."""
-
-    def forget(self, block: int) -> None:
-        """Nothing is noted about blocks."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)

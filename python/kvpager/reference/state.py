@@ -65,18 +65,11 @@ class ManagerState:
     ) -> None:
         """Create a pool of N = `num_physical_blocks` free blocks of S = `block_size` token positions each."""
         _check_shape(num_physical_blocks, block_size)
-        if watermark_blocks is not None:
-            _check_range("watermark_blocks", watermark_blocks, 0, num_physical_blocks)
+        _check_range("watermark_blocks", watermark_blocks, 0, num_physical_blocks)
         policy = make_policy(eviction_policy, num_physical_blocks)
-        if hash_seed is not None:  # for the Rust version; here nothing is hashed
-            _check_range("hash_seed", hash_seed, 0, 2**64 - 1, "2^64-1")
-        if max_pinned_blocks is not None:
-            _check_range("max_pinned_blocks", max_pinned_blocks, 0, num_physical_blocks)
-        if (
-            max_sequence_length is not None
-            and not 1 <= read_int("max_sequence_length", max_sequence_length) <= MAX_INT64
-        ):
-            raise ConfigError(f"`max_sequence_length`: wanted 1 to 2^63-1, got {max_sequence_length}")
+        _check_range("hash_seed", hash_seed, 0, 2**64 - 1, "2^64-1")  # for the Rust version; here nothing is hashed
+        _check_range("max_pinned_blocks", max_pinned_blocks, 0, num_physical_blocks)
+        _check_range("max_sequence_length", max_sequence_length, 1, MAX_INT64, "2^63-1")
         self.num_blocks = num_physical_blocks
         self.block_size = block_size
         self._caching = read_flag("enable_prefix_caching", enable_prefix_caching)
@@ -135,6 +128,6 @@ def _check_shape(num_physical_blocks: int, block_size: int) -> None:
         raise ConfigError(f"{shape}: the slots don't fit a 64-bit integer")
 
 
-def _check_range(argument: str, value: int, low: int, high: int, high_in_words: str = "") -> None:
-    if not low <= read_int(argument, value) <= high:
+def _check_range(argument: str, value: int | None, low: int, high: int, high_in_words: str = "") -> None:
+    if value is not None and not low <= read_int(argument, value) <= high:
         raise ConfigError(f"`{argument}`: wanted {low} to {high_in_words or high}, got {value}")

@@ -4,6 +4,7 @@ On a CPU the model reads the batch's own buffers, so a steady decode copies noth
 buffers are copied; of the block tables only the changed entries are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from kvpager import ops
 from kvpager.manager import BatchBuffers, BatchStep
 from kvpager.runner.graphs import Replay
+
+_UPLOADED = ("seq_lens", "query_start_loc", "slot_mapping")  # whole, in every step
 
 
 class StepTensors:
@@ -64,7 +67,7 @@ class StepTensors:
     def _copy(
         self, step: BatchStep, buffers: BatchBuffers[Tensor], copies: BatchBuffers[Tensor]
     ) -> BatchBuffers[Tensor]:
-        for name in ("seq_lens", "query_start_loc", "slot_mapping"):
+        for name in _UPLOADED:
             getattr(copies, name).copy_(getattr(buffers, name), non_blocking=True)
         if step.upload_table:
             copies.block_tables.copy_(buffers.block_tables, non_blocking=True)
@@ -76,10 +79,4 @@ class StepTensors:
 
 def _to_device(buffers: BatchBuffers[Tensor], device: torch.device) -> BatchBuffers[Tensor]:
     """Copies of a fresh batch's buffers: no rows."""
-    return BatchBuffers(
-        block_tables=buffers.block_tables.to(device, copy=True),
-        seq_lens=buffers.seq_lens.to(device, copy=True),
-        query_start_loc=buffers.query_start_loc.to(device, copy=True),
-        slot_mapping=buffers.slot_mapping.to(device, copy=True),
-        changed=buffers.changed,
-    )
+    return replace(buffers, **{n: getattr(buffers, n).to(device, copy=True) for n in ("block_tables", *_UPLOADED)})

@@ -195,10 +195,8 @@ def _draw_from_few(few: Tensor, few_tokens: Tensor, floor: Tensor, uniforms: Ten
     rises = weights.cumsum(dim=-1)
     total = rises[:, -1]
     target = uniforms * total
-    place = _first_above(rises, weights, target)[:, None]
-    end = rises.gather(1, place).squeeze(1)
-    start = end - weights.gather(1, place).squeeze(1)
-    return few_tokens.gather(1, place).squeeze(1), _margin(start, target, end) / total
+    place, margin = _fall(rises, weights, target)
+    return few_tokens.gather(1, place[:, None]).squeeze(1), margin / total
 
 
 def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,14 +211,16 @@ def _draw_by_weight(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     places = run[:, None] * _RUN + torch.arange(_RUN, device=weights.device)  # [R, 256]
     inside = weights.gather(1, places.clamp(max=V - 1)).double().masked_fill_(places >= V, 0.0)
     rises = before[:, None] + inside.cumsum(dim=-1)
-    place = _first_above(rises, inside, target)
+    place, margin = _fall(rises, inside, target)
+    return run * _RUN + place, margin / total
+
+
+def _fall(rises: Tensor, steps: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The place [R] that the target falls into, and how far it lies from the ends of that place's step."""
+    place = _first_above(rises, steps, target)
     end = rises.gather(1, place[:, None]).squeeze(1)
-    start = end - inside.gather(1, place[:, None]).squeeze(1)
-    return run * _RUN + place, _margin(start, target, end) / total
-
-
-def _margin(start: Tensor, target: Tensor, end: Tensor) -> Tensor:
-    return torch.minimum(target - start, end - target).clamp(min=0.0)
+    start = end - steps.gather(1, place[:, None]).squeeze(1)
+    return place, torch.minimum(target - start, end - target).clamp(min=0.0)
 
 
 def _first_above(rises: Tensor, steps: Tensor, target: Tensor) -> Tensor:

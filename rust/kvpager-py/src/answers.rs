@@ -2,10 +2,10 @@
 
 use kvpager_core::{BlockState, SequenceId};
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::PyTuple;
 
 /// A state of a block: a str to Python.
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(Clone, PartialEq, Eq, Hash, IntoPyObject)]
 struct State(&'static str);
 
 /// Ids of sequences: a tuple to Python.
@@ -21,16 +21,6 @@ impl From<BlockState> for State {
 impl From<Vec<SequenceId>> for Owners {
     fn from(ids: Vec<SequenceId>) -> Self {
         Self(ids)
-    }
-}
-
-impl<'py> IntoPyObject<'py> for State {
-    type Target = PyString;
-    type Output = Bound<'py, PyString>;
-    type Error = PyErr;
-
-    fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
-        Ok(PyString::new(py, self.0))
     }
 }
 

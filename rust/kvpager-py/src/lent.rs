@@ -21,6 +21,13 @@ fn open<T: Element>(
     Out::open(name, &set.getattr(name)?, || format!("a writable, contiguous {kind} on the CPU"), fits)
 }
 
+/// A buffer of a set: its name, its shape and its memory, as [`Out::span`] has it.
+type Part<'a> = (&'static str, &'a [usize], Option<(usize, usize)>);
+
+fn part<'a, T: Element>(name: &'static str, buffer: &'a Out<T>) -> Part<'a> {
+    (name, buffer.shape(), buffer.span())
+}
+
 /// One set: see [`BatchBuffers`].
 struct LentSet {
     block_tables: Out<i32>,
@@ -51,25 +58,14 @@ impl LentSet {
         })
     }
 
-    fn shapes(&self) -> [(&'static str, &[usize]); 5] {
+    fn parts(&self) -> [Part<'_>; 5] {
         [
-            ("block_tables", self.block_tables.shape()),
-            ("seq_lens", self.seq_lens.shape()),
-            ("query_start_loc", self.query_start_loc.shape()),
-            ("slot_mapping", self.slot_mapping.shape()),
-            ("changed", self.changed.shape()),
+            part("block_tables", &self.block_tables),
+            part("seq_lens", &self.seq_lens),
+            part("query_start_loc", &self.query_start_loc),
+            part("slot_mapping", &self.slot_mapping),
+            part("changed", &self.changed),
         ]
-    }
-
-    fn spans(&self) -> impl Iterator<Item = (usize, usize)> {
-        let spans = [
-            self.block_tables.span(),
-            self.seq_lens.span(),
-            self.query_start_loc.span(),
-            self.slot_mapping.span(),
-            self.changed.span(),
-        ];
-        spans.into_iter().flatten()
     }
 
     /// # Safety
@@ -94,13 +90,14 @@ pub(crate) struct BufferSets([LentSet; 2]);
 impl BufferSets {
     pub(crate) fn open(first: &Bound<'_, PyAny>, second: &Bound<'_, PyAny>) -> PyResult<Self> {
         let sets = [LentSet::open(first, "first")?, LentSet::open(second, "second")?];
-        for ((name, wanted), (_, came)) in sets[0].shapes().into_iter().zip(sets[1].shapes()) {
+        for ((name, wanted, _), (_, came, _)) in sets[0].parts().into_iter().zip(sets[1].parts()) {
             if came != wanted {
                 let wanted = format!("shape {wanted:?}, as in the first set");
                 return Err(argument_error(name, &wanted, format!("{came:?}")));
             }
         }
-        let mut spans: Vec<(usize, usize)> = sets.iter().flat_map(LentSet::spans).collect();
+        let mut spans: Vec<_> =
+            sets.iter().flat_map(LentSet::parts).filter_map(|(_, _, span)| span).collect();
         spans.sort_unstable();
         if spans.windows(2).any(|pair| pair[1].0 < pair[0].1) {
             let got = "overlapping ones".to_owned();

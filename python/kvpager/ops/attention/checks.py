@@ -10,9 +10,12 @@ from kvpager.ops.attention.options import AttentionKeywords, AttentionOptions, c
 from kvpager.ops.tensors import (
     accumulate_dtype,
     check_caches,
+    check_exact,
     check_ints,
     check_rows,
     check_scales,
+    check_starts,
+    check_tables,
     check_written,
     refuse,
 )
@@ -44,17 +47,12 @@ def check_attention(
     if H == 0 or H % K:
         raise ArgumentError("query", f"a number of heads that is a multiple of the {K} kv heads", f"{H} heads")
     check_rows("query", query, "[T, H, D]", key_cache, H, D)
-    check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", device)
-    check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", device)
+    check_tables(block_tables, seq_lens, device)
     B = seq_lens.shape[0]
-    if block_tables.shape[0] != B:
-        raise ArgumentError("block_tables", f"{B} rows, one for each of `seq_lens`", f"{block_tables.shape[0]} rows")
     if not starts and query.shape[0] != B:
         raise ArgumentError("query", f"{B} rows, one for each of `seq_lens`", f"{query.shape[0]} rows")
     for query_start_loc in starts:
-        check_ints("query_start_loc", query_start_loc, torch.int32, 1, "[B + 1]", device)
-        if query_start_loc.shape[0] != B + 1:
-            raise ArgumentError("query_start_loc", f"{B + 1} entries for {B} sequences", query_start_loc.shape[0])
+        check_starts("query_start_loc", query_start_loc, seq_lens)
     check_options(AttentionOptions(**options), query)
     check_results(out, lse, query)
     check_split(fixed_split, split_plan, workspace, device)
@@ -86,7 +84,4 @@ def check_results(out: Tensor | None, lse: Tensor | None, query: Tensor) -> None
 
 def check_lse(argument: str, lse: Tensor, query: Tensor) -> None:
     """An `lse` [T, H] beside a query or out [T, H, D]."""
-    dtype = accumulate_dtype(query.dtype)
-    if lse.shape != query.shape[:2] or lse.dtype is not dtype or lse.device != query.device:
-        shape = ", ".join(str(size) for size in query.shape[:2])
-        refuse(argument, f"[{shape}] {str(dtype).removeprefix('torch.')} on {query.device}", lse)
+    check_exact(argument, lse, query.shape[:2], accumulate_dtype(query.dtype), query.device)

@@ -5,19 +5,15 @@ from torch import Tensor
 
 from kvpager.errors import ArgumentError
 from kvpager.ops.op import Op
-from kvpager.ops.tensors import accumulate_dtype, check_float_rows, check_written, refuse, require_tensors
+from kvpager.ops.tensors import accumulate_dtype, check_exact, check_float_rows, check_written, require_tensors
 
 
 def _check(lse: Tensor, ranks: Tensor, scores: Tensor, token_ids: Tensor) -> None:
     """Metadata of `rank_tokens`."""
     T, _ = check_float_rows("scores", scores)
-    for argument, tensor, dtype in (
-        ("lse", lse, accumulate_dtype(scores.dtype)),
-        ("ranks", ranks, torch.int64),
-        ("token_ids", token_ids, torch.int64),
-    ):
-        if tensor.shape != (T,) or tensor.dtype is not dtype or tensor.device != scores.device:
-            refuse(argument, f"[{T}] {str(dtype).removeprefix('torch.')} on {scores.device}", tensor)
+    check_exact("lse", lse, (T,), accumulate_dtype(scores.dtype), scores.device)
+    check_exact("ranks", ranks, (T,), torch.int64, scores.device)
+    check_exact("token_ids", token_ids, (T,), torch.int64, scores.device)
     check_written("lse", lse)
     check_written("ranks", ranks)
 

@@ -16,10 +16,7 @@ def _check_copy(caches: list[Tensor], pairs: Tensor) -> None:
     if not caches:
         raise ArgumentError("caches", "at least one cache", "none")
     for index, cache in enumerate(caches):
-        if not 2 <= cache.dim() <= 8:
-            refuse("caches", f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
-        if cache.device != caches[0].device or cache.shape[0] != caches[0].shape[0]:
-            refuse("caches", f"{caches[0].shape[0]} blocks on {caches[0].device} in each (entry {index})", cache)
+        _check_cache("caches", index, cache, caches[0])
         check_written("caches", cache)
     _check_pairs(pairs, caches[0].device)
 
@@ -80,11 +77,8 @@ def _check_swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
     if len(src) != len(dst):
         raise ArgumentError("dst", f"{len(src)} caches, as in `src`", len(dst))
     for index, (source, target) in enumerate(zip(src, dst, strict=True)):
-        for argument, cache, like in (("src", source, src[0]), ("dst", target, dst[0])):
-            if not 2 <= cache.dim() <= 8:
-                refuse(argument, f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
-            if cache.shape[0] != like.shape[0] or cache.device != like.device:
-                refuse(argument, f"{like.shape[0]} blocks on {like.device} in each (entry {index})", cache)
+        _check_cache("src", index, source, src[0])
+        _check_cache("dst", index, target, dst[0])
         if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
             refuse("dst", f"blocks of the shape and dtype of `src` (entry {index})", target)
         check_written("dst", target)
@@ -139,6 +133,14 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Se
     if not isinstance(pairs, Tensor):
         pairs = torch.tensor(_pair_rows(pairs), dtype=torch.int64).reshape(-1, 2)
     _SWAP_BLOCKS(src, dst, pairs)
+
+
+def _check_cache(argument: str, index: int, cache: Tensor, first: Tensor) -> None:
+    """Entry `index` of a list of caches, beside the first one."""
+    if not 2 <= cache.dim() <= 8:
+        refuse(argument, f"tensors of 2 to 8 dimensions, the first of them the block (entry {index})", cache)
+    if cache.shape[0] != first.shape[0] or cache.device != first.device:
+        refuse(argument, f"{first.shape[0]} blocks on {first.device} in each (entry {index})", cache)
 
 
 def _check_pairs(pairs: Tensor, device: torch.device) -> None:

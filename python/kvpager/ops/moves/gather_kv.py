@@ -11,11 +11,12 @@ from kvpager.ops.tensors import (
     Layout,
     as_hnd,
     check_caches,
-    check_ints,
     check_rows,
     check_scale_values,
     check_scales,
     check_sequence_values,
+    check_starts,
+    check_tables,
     check_written,
     refuse,
     require_tensors,
@@ -58,14 +59,8 @@ def _check(
         refuse("value", "the shape and dtype of `key`", value)
     check_written("key", key)
     check_written("value", value)
-    check_ints("seq_lens", seq_lens, torch.int32, 1, "[B]", key_cache.device)
-    B = seq_lens.shape[0]
-    check_ints("block_tables", block_tables, torch.int32, 2, "[B, M]", key_cache.device)
-    if block_tables.shape[0] != B:
-        raise ArgumentError("block_tables", f"{B} rows, one for each of `seq_lens`", f"{block_tables.shape[0]} rows")
-    check_ints("seq_start_loc", seq_start_loc, torch.int32, 1, "[B + 1]", key_cache.device)
-    if seq_start_loc.shape[0] != B + 1:
-        raise ArgumentError("seq_start_loc", f"{B + 1} entries for {B} sequences", seq_start_loc.shape[0])
+    check_tables(block_tables, seq_lens, key_cache.device)
+    check_starts("seq_start_loc", seq_start_loc, seq_lens)
 
 
 def _check_start_values(seq_start_loc: list[int], seq_lens: list[int], num_rows: int) -> None:
@@ -81,18 +76,8 @@ def _check_start_values(seq_start_loc: list[int], seq_lens: list[int], num_rows:
         raise ArgumentError("seq_start_loc", f"a last entry of at most {num_rows} (rows of `key`)", seq_start_loc[-1])
 
 
-def _reference(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    seq_start_loc: Tensor,
-    *,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
+def _reference(*tensors: Tensor, key_scale: Tensor | None = None, value_scale: Tensor | None = None) -> None:
+    key, value, key_cache, value_cache, block_tables, seq_lens, seq_start_loc = tensors
     N, _, S, _ = key_cache.shape
     lengths, starts = seq_lens.tolist(), seq_start_loc.tolist()
     longest = block_tables.shape[1] * S

@@ -47,17 +47,9 @@ def _check(
         raise ArgumentError("value", f"at least {rows} rows, one for each slot", f"{value.shape[0]} rows")
 
 
-def write_rows(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
-    """`write_kv` in plain torch; the caches are HND."""
+def write_rows(*tensors: Tensor, key_scale: Tensor | None = None, value_scale: Tensor | None = None) -> None:
+    """`write_kv` in plain torch, with the arguments of the op; the caches are HND."""
+    key, value, key_cache, value_cache, slot_mapping = tensors
     N, _, S, _ = key_cache.shape
     check_slot_values(slot_mapping, N * S)
     check_scale_values(key_scale, value_scale)
